@@ -1,8 +1,10 @@
 """Where the files of checkpoints are: a directory on a disk, or below an address.
 
 In both, a file is complete or absent, and reading a missing one is `FileNotFoundError`.
+With `reads_late`, so may be reading a file that was just written.
 """
 
+import errno
 import functools
 import os
 import pathlib
@@ -22,6 +24,8 @@ from hvdtrain.stores.object_store import ObjectStore
 class DiskDirectory:
     """A directory of a file system."""
 
+    reads_late = False
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = pathlib.Path(path)
 
@@ -34,6 +38,10 @@ class DiskDirectory:
 
     def make(self) -> None:
         """Create the directory where it does not exist, in one that does."""
+        if self._path.is_symlink() and not self._path.exists():
+            # Of a disk that is not mounted, for example.
+            target = f"it is a link to {self._path.readlink()}, which does not exist"
+            raise FileNotFoundError(errno.ENOENT, target)
         # Without parents: a run directory that was removed is not made again.
         self._path.mkdir(exist_ok=True)
 
@@ -68,6 +76,8 @@ class StoreDirectory:
         check_writer: called before a JSON file is written, and before a file is
             deleted; raises an error if another job writes to the address by now.
     """
+
+    reads_late = True
 
     def __init__(
         self, address: str, *, check_writer: Callable[[], object] | None = None
@@ -124,7 +134,7 @@ class StoreDirectory:
         self._store.delete([name])
 
     def delete_partial(self) -> None:
-        self._store.abort_uploads()
+        """Do nothing: `Lease` aborts the uploads that the last writer has left."""
 
 
 Directory = DiskDirectory | StoreDirectory

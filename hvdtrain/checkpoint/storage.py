@@ -4,9 +4,13 @@
     step-00000300-9f86d081.safetensors   arrays
 
 On a disk, each file is written under a temporary name, synchronized and renamed; to a
-store, it is uploaded as a whole. The JSON file comes last: a file of arrays that no
-JSON file names was left by a writer that was killed. The arrays get a new name in each
-write, so that the JSON file alone replaces a checkpoint of the same step.
+store, it is uploaded as a whole. The JSON file comes last. The arrays get a new name in
+each write, so that the JSON file alone replaces a checkpoint of the same step.
+
+A file is deleted because newer checkpoints that are complete supersede it, and never
+because another file is missing. Arrays without a JSON file may be left by a writer that
+was killed, may be a copy in progress, or a store may list the JSON file late: they stay
+until `keep_max` checkpoints of later steps are complete.
 """
 
 import contextlib
@@ -17,6 +21,7 @@ import pathlib
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -39,7 +44,8 @@ from hvdtrain.job.files import one_line_errors
 from hvdtrain.stores.object_store import StoreError
 
 _NAME = re.compile(r"step-(\d{8,})\.json")
-_ARRAYS = re.compile(r"step-(\d{8,})-\w+\.safetensors")
+# As `write` names arrays. A date at the end of a user's own file does not match.
+_ARRAYS = re.compile(r"step-(\d{8,})-(?=\d*[a-f])[\da-f]{8}\.safetensors")
 # The key of the digest of all other values in the JSON file.
 _DIGEST = "digest"
 _HOUR_SECONDS = 3600.0
@@ -63,8 +69,8 @@ class CheckpointFiles:
     """The checkpoints in a directory, which one process writes.
 
     Args:
-        directory: a path, an address, or a `Directory`. It is created with the first
-            checkpoint, in a directory that exists.
+        directory: a path, an address, or a `Directory`. It is created by `prepare`, or
+            with the first checkpoint, in a directory that exists.
         keep_max: how many of the newest checkpoints are kept, 1 or more.
         keep_every_hours: also keep the first of every so many hours; 0 for none.
         clock: returns seconds since the epoch.
@@ -87,6 +93,8 @@ class CheckpointFiles:
         self._clock = clock
         self._sleep = sleep
         self._superseded: set[int] = set()
+        # The names of arrays, by step, as far as this process has read or written them.
+        self._arrays: dict[int, str] = {}
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, valid or not, newest first.
@@ -133,10 +141,13 @@ class CheckpointFiles:
             with self._directory.write(_json_name(step)) as temporary:
                 temporary.write_text(text)
             on_error.pop_all()
+        replaced = self._arrays.get(step)
+        self._arrays[step] = name
         # The checkpoint is complete: a failed deletion is no failure of the write, and
         # the next write tries again.
         try:
-            return _first_line(self._delete_old(step))
+            errors = self._delete([replaced] if replaced else [])
+            return _first_line(errors + self._delete_old(step))
         except (OSError, StoreError, UnreadableError) as error:
             return f"no old one deleted: {error}"
 
@@ -173,7 +184,12 @@ class CheckpointFiles:
     def _read(self, step: int, read: Callable[[], _Read]) -> _Read:
         path = self.path(step)
         with _one_line_errors("read", path):
-            return self._retried(path, read)
+            try:
+                return self._retried(path, read)
+            except FileNotFoundError:
+                # A store or a cache may report what was just written as missing.
+                self._sleep(_RETRY_SECONDS[0])
+                return self._retried(path, read)
 
     @contextlib.contextmanager
     def _verified(self, step: int) -> Iterator[tuple[JsonFile, pathlib.Path]]:
@@ -196,7 +212,9 @@ class CheckpointFiles:
             check_format(values)
         if values.pop(_DIGEST, None) != _digest_of(values):
             raise ValueError("it has another digest than the one it contains")
-        return parse(JsonFile, values)
+        contents = parse(JsonFile, values)
+        self._arrays[step] = contents.arrays
+        return contents
 
     def _retried(self, path: object, read: Callable[[], _Read]) -> _Read:
         """Return `read()`; after an error that may be temporary, try again."""
@@ -215,29 +233,40 @@ class CheckpointFiles:
             "again when it can be read."
         )
 
-    def delete_leftovers(self) -> None:
-        """Delete the files that a killed writer has left. For the only writer.
+    def prepare(self) -> None:
+        """Create the directory, and warn of arrays without a JSON file.
+
+        For the only writer.
 
         Raises:
-            CheckpointError: there are arrays of several checkpoints, and no JSON file.
+            CheckpointError: the directory cannot be created, or there are arrays of
+                several checkpoints, and no JSON file.
         """
         with _one_line_errors("write", self._directory):
-            # A killed writer leaves the arrays of one checkpoint: more of them are a
-            # user's work whose JSON files are lost.
-            if (count := len(self._all_arrays())) > 1 and not self.steps():
-                raise CheckpointError(
-                    f"{self._directory} has the arrays of {count} checkpoints, and no "
-                    "JSON file, without which they cannot be used: restore these "
-                    "files, or choose another model_dir."
-                )
+            self._directory.make()
             self._directory.delete_partial()
-            for error in self._delete_arrays():
-                raise error
+        arrays, steps = self._all_arrays(), self.steps()
+        # A killed writer leaves the arrays of one checkpoint: more of them are a user's
+        # work whose JSON files are lost.
+        if (count := len({step for step, _ in arrays})) > 1 and not steps:
+            raise CheckpointError(
+                f"{self._directory} has the arrays of {count} checkpoints, and no "
+                "JSON file, without which they cannot be used: restore these "
+                "files, or choose another model_dir."
+            )
+        for name in sorted(name for step, name in arrays if step not in steps):
+            warnings.warn(
+                f"{self._directory.path(name)} is not used, since it has no JSON file: "
+                "its writer was killed, or a copy is not complete. It is kept until "
+                f"there are {self._keep_max} newer checkpoints.",
+                stacklevel=2,
+            )
 
     def supersede_after(self, step: int) -> None:
-        """Let the next write delete all checkpoints of later steps than `step`.
+        """Note that the training continues from `step`, before later checkpoints.
 
-        The training continues from `step`, since they are damaged, for example.
+        These are damaged, for example, or are a copy in progress. They count as no
+        checkpoints, and a write of a later step than theirs deletes them.
         """
         self._superseded = {later for later in self.steps() if later > step}
 
@@ -259,45 +288,56 @@ class CheckpointFiles:
         }
 
     def _discard(self, step: int, name: str) -> None:
-        """Delete the arrays of a failed write, unless the JSON file names them."""
-        # A store that does not respond keeps them until the next start.
+        """Delete the arrays of a failed write, unless the JSON file may name them."""
+        # A store that does not respond keeps them.
         with contextlib.suppress(StoreError):
-            with contextlib.suppress(*_DAMAGE):
+            try:
                 if self._contents(step).arrays == name:
                     return
+            except _ABSENT:
+                if self._directory.reads_late:
+                    return
+            except _DAMAGE:
+                pass
             self._directory.delete(name)
 
     def _delete_old(self, newest: int) -> list[Exception]:
-        superseded = self._superseded - {newest}
-        steps = [step for step in self.steps() if step not in superseded]
-        kept = {*steps[: self._keep_max], *self._hourly(steps)}
-        old = [_json_name(step) for step in self.steps() if step not in kept]
-        # JSON files first: if this process is killed between the two, the arrays are
-        # deleted at the next start. A JSON file without arrays is a damaged checkpoint.
-        errors = self._delete(old)
-        self._superseded = superseded.intersection(self.steps())
-        return errors + self._delete_arrays()
+        """Delete what the newest checkpoints supersede; return errors."""
+        listed = self.steps()
+        self._superseded = self._superseded.intersection(listed) - {newest}
+        steps = [step for step in listed if step not in self._superseded]
+        last = steps[: self._keep_max]
+        kept = {*last, *self._hourly(steps), *(s for s in listed if s > newest)}
+        errors: list[Exception] = []
+        for step in listed:
+            if step not in kept:
+                errors += self._delete_checkpoint(step)
+        # One of an hour is superseded by none, and its JSON file may be listed late.
+        if len(last) == self._keep_max and not self._keep_seconds:
+            listed = self.steps()
+            errors += self._delete(
+                name
+                for step, name in self._all_arrays()
+                if step < last[-1] and step not in listed
+            )
+        return errors
 
-    def _delete_arrays(self) -> list[Exception]:
-        """Delete the arrays that no JSON file names."""
-        unnamed = self._all_arrays()
-        # Not by the list of JSON files: a store may list a new one late.
-        for step in {step for step, _ in unnamed}:
-            try:
-                unnamed -= {(step, self._contents(step, any_format=True).arrays)}
-            except _ABSENT:
-                continue
-            except (*_DAMAGE, StoreError):
-                # Unreadable now, or of a later version: keep all that may belong to it.
-                unnamed = {array for array in unnamed if array[0] != step}
-        return self._delete(name for _, name in unnamed)
+    def _delete_checkpoint(self, step: int) -> list[Exception]:
+        """Delete the JSON file, then the arrays that it names."""
+        with contextlib.suppress(*_DAMAGE, StoreError):
+            self._contents(step, any_format=True)
+        if errors := self._delete([_json_name(step)]):
+            # Without its arrays, it would be a damaged checkpoint.
+            return errors
+        name = self._arrays.pop(step, "")
+        # A JSON file that is not of this package could name any file.
+        is_own = re.fullmatch(rf"step-{step:08}-\w+\.safetensors", name)
+        return self._delete([name]) if is_own else []
 
     def _all_arrays(self) -> set[tuple[int, str]]:
         """Return the step and the name of each file of arrays."""
-        with contextlib.suppress(*_ABSENT):
-            matches = map(_ARRAYS.fullmatch, self._directory.names())
-            return {(int(match[1]), match[0]) for match in matches if match}
-        return set()
+        matches = map(_ARRAYS.fullmatch, self._directory.names())
+        return {(int(match[1]), match[0]) for match in matches if match}
 
     def _delete(self, names: Iterable[str]) -> list[Exception]:
         """Delete files; return the errors of failed deletions."""
@@ -317,8 +357,9 @@ class CheckpointFiles:
             try:
                 seconds = self._contents(step, any_format=True).seconds
             except _DAMAGE as error:
-                # A damaged checkpoint is of no use; one behind EIO may be intact.
-                if isinstance(error, OSError) and not isinstance(error, _ABSENT):
+                # A damaged checkpoint is of no use; one that cannot be read now, or
+                # that is listed and missing, may be intact.
+                if isinstance(error, OSError):
                     yield step
                 continue
             if last is None or seconds - last >= self._keep_seconds:

@@ -40,9 +40,9 @@ class TieredFiles:
     def verify(self, step: int) -> Header:
         return self._read(step, lambda tier: tier.verify(step))
 
-    def delete_leftovers(self) -> None:
-        self.disk.delete_leftovers()
-        self.store.delete_leftovers()
+    def prepare(self) -> None:
+        self.disk.prepare()
+        self.store.prepare()
 
     def supersede_after(self, step: int) -> None:
         self.disk.supersede_after(step)

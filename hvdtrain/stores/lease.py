@@ -50,7 +50,7 @@ class Lease:
         self._seconds = seconds
         self._sleep = sleep
         self._number = 0
-        self._own = _describe_process()
+        self._own = _describe_process() | {"address": store.address}
         self._content = json.dumps(self._own).encode()
         self._is_ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
@@ -63,10 +63,13 @@ class Lease:
             StoreError: the store cannot be written.
         """
         last = self._last()
+        is_ended = last and self._holder(last) == {}
         if last and self._is_running(last) is not False:
             self._wait(last)
         if not self._store.create(_name(last + 1), self._content):
             raise self._in_use(last + 1)
+        if last:
+            self._abort_uploads(last, late_seconds=0.0 if is_ended else self._seconds)
         self._number = last + 1
         self._thread.start()
         return self
@@ -101,6 +104,12 @@ class Lease:
             except JobError:
                 return
 
+    def _abort_uploads(self, number: int, *, late_seconds: float) -> None:
+        """Abort the uploads of a holder, which may be later than its last renewal."""
+        with contextlib.suppress(FileNotFoundError):
+            written = self._store.modified(_name(number))
+            self._store.abort_uploads(written + late_seconds)
+
     def _last(self) -> int:
         numbers = [
             int(name.rpartition("/")[2])
@@ -123,11 +132,14 @@ class Lease:
         return dict(holder)
 
     def _is_running(self, number: int) -> bool | None:
-        """Return whether a holder runs; None for a process of another machine."""
+        """Return whether a holder runs; None for a process of another machine.
+
+        None also for a holder of another address, from which this lease was copied.
+        """
         holder = self._holder(number)
         if not holder:
             return False
-        if holder.get("machine") != self._own["machine"]:
+        if any(holder.get(name) != self._own[name] for name in ("machine", "address")):
             return None
         # This process has held it before, and could not write that it has ended.
         is_own = holder["process"] == os.getpid()

@@ -227,11 +227,15 @@ class ObjectStore:
 
             self._retried("delete", name, remove)
 
-    def abort_uploads(self) -> None:
+    def abort_uploads(self, before: float) -> None:
         """Abort uploads in parts that killed processes have left; for the only writer.
 
         S3 keeps such parts, and bills them, until they are aborted. Other stores delete
         them after some days. Warn where the store does not allow it.
+
+        Args:
+            before: time, by the store's clock, of the start of the last one to abort.
+                A later one is a copy in progress.
         """
         if "s3" not in self._fs.protocol:
             return
@@ -242,6 +246,8 @@ class ObjectStore:
                 "list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/"
             )
             for upload in found.get("Uploads", ()):
+                if upload["Initiated"].timestamp() > before:
+                    continue
                 self._fs.call_s3(
                     "abort_multipart_upload",
                     Bucket=bucket,

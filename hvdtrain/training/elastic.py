@@ -56,7 +56,7 @@ class Commits:
     def path(self, step: int) -> str:
         return f"the commit of step {step}"
 
-    def delete_leftovers(self) -> None:
+    def prepare(self) -> None:
         """Do nothing: commits end with their process."""
 
     def supersede_after(self, step: int) -> None:

@@ -1,5 +1,6 @@
 """Checkpoint files: what is written is read, and what is damaged is found."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hvdtrain.checkpoint.directories import DiskDirectory
 from hvdtrain.checkpoint.header import Checkpoint, FirstBatch, Header
 from hvdtrain.checkpoint.storage import (
     CheckpointError,
@@ -130,14 +132,22 @@ def test_one_of_an_hour_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch):
     assert files.read(10).step == 10
 
 
-def test_the_next_write_deletes_those_that_were_passed_over(files):
+def test_those_that_were_passed_over_are_deleted_once_newer_ones_are_complete(files):
     for step in (10, 20, 30):
         files.write(checkpoint(step))
     files.supersede_after(10)
     assert files.steps() == [30, 20, 10]
+    # Not before: they may be a copy in progress.
+    files.write(checkpoint(15))
+    assert files.steps() == [30, 20, 15, 10]
     files.write(checkpoint(20))
-    assert files.steps() == [20, 10]
-    assert len(names(files)) == 4
+    assert files.steps() == [30, 20, 15, 10]
+    # They do not count.
+    files.write(checkpoint(25))
+    assert files.steps() == [30, 25, 20, 15]
+    files.write(checkpoint(31))
+    assert files.steps() == [31, 25, 20]
+    assert len(names(files)) == 6
 
 
 def test_a_step_is_replaced_at_once(files, monkeypatch):
@@ -310,15 +320,103 @@ def test_a_missing_key_is_named(files):
         files.read(300)
 
 
-def test_leftovers_of_a_killed_writer_are_deleted(files):
-    files.write(checkpoint())
-    complete = names(files)
+def test_arrays_without_a_json_file_are_kept_until_newer_ones_are_complete(files):
+    """A writer was killed, or a copy is in progress."""
+    files.write(checkpoint(10))
     directory = files.path(0).parent
-    for left in ".partial-0123abcd-step-00000400-0.json", "step-00000400-0.safetensors":
-        (directory / left).touch()
-    assert files.steps() == [300]
-    files.delete_leftovers()
-    assert names(files) == complete
+    (directory / ".partial-0123abcd-step-00000015-0.json").touch()
+    left = "step-00000015-0123abcd.safetensors"
+    own = ["step-00000015-my.safetensors", "step-00000015-20261129.safetensors"]
+    for name in (left, *own):
+        (directory / name).touch()
+    with pytest.warns(UserWarning, match=f"{left} is not used.* 3 newer") as caught:
+        files.prepare()
+    assert len(caught) == 1
+    assert set(names(files)) > {left, *own}
+    assert len(names(files)) == 5
+    for step in (20, 30):
+        files.write(checkpoint(step))
+        assert left in names(files)
+    files.write(checkpoint(40))
+    assert files.steps() == [40, 30, 20]
+    assert len(names(files)) == 6 + len(own)
+    # A user's files are never deleted.
+    assert set(names(files)) > set(own)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_every_hours": 1}])
+@pytest.mark.parametrize("keep_max", [1, 2])
+def test_what_is_missing_for_a_moment_deletes_nothing(tmp_path, options, keep_max):
+    """As in a store whose lists and objects are consistent later."""
+    options |= {"sleep": lambda seconds: None}
+    directory = Late(tmp_path)
+    files = CheckpointFiles(directory, keep_max=keep_max, **options)
+    for step in (10, 20, 20, 30):
+        assert files.write(checkpoint(step)) == ""
+    for step in (30, 20)[:keep_max]:
+        assert files.read(step).step == step
+    directory.hidden.add("step-00000030.json")
+    with pytest.warns(UserWarning, match="is not used") as caught:
+        files.prepare()
+    assert len(caught) == 1
+    directory.hidden.clear()
+    assert files.read(30).step == 30
+
+
+class Late(DiskDirectory):
+    """The first time that a JSON file is read, and listed, it is missing."""
+
+    reads_late = True
+
+    def __init__(self, path):
+        super().__init__(path)
+        self._read, self._listed, self.hidden = set(), set(), set()
+
+    def read(self, name):
+        if name not in self._read:
+            self._read.add(name)
+            raise FileNotFoundError(name)
+        return super().read(name)
+
+    def names(self):
+        listed = set(super().names())
+        late = {name for name in listed - self._listed if name.endswith(".json")}
+        self._listed |= listed
+        return list(listed - late - self.hidden)
+
+
+def test_a_put_that_is_refused_and_was_served_keeps_its_arrays(tmp_path, monkeypatch):
+    directory = Late(tmp_path)
+    files = CheckpointFiles(directory, keep_max=1, sleep=lambda seconds: None)
+    write = directory.write
+
+    @contextlib.contextmanager
+    def cut(name):
+        with write(name) as path:
+            yield path
+        if name.endswith(".json"):
+            raise OSError("connection cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "write", cut)
+        with pytest.raises(CheckpointError, match="connection cut"):
+            files.write(checkpoint(10))
+    assert files.read(10).step == 10
+
+
+@pytest.mark.parametrize("place", ["file", "link"])
+def test_a_directory_that_cannot_be_made_is_an_error_at_the_start(tmp_path, place):
+    """A link to a disk that is not mounted; otherwise each save would fail."""
+    if place == "file":
+        (tmp_path / "checkpoints").touch()
+    else:
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "not_mounted")
+    reason = {"file": "File exists", "link": f"a link to {tmp_path}/not_mounted, which"}
+    with pytest.raises(
+        CheckpointError,
+        match=f"^Cannot write {tmp_path}/checkpoints: .*{reason[place]}",
+    ):
+        CheckpointFiles(tmp_path / "checkpoints").prepare()
 
 
 def test_arrays_that_have_lost_their_json_files_are_not_deleted(files):
@@ -327,7 +425,7 @@ def test_arrays_that_have_lost_their_json_files_are_not_deleted(files):
     for step in (100, 200):
         files.path(step).unlink()
     with pytest.raises(CheckpointError, match="arrays of 2 checkpoints, and no JSON"):
-        files.delete_leftovers()
+        files.prepare()
     assert len(names(files)) == 2
 
 

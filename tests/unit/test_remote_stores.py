@@ -11,6 +11,7 @@ from store_proxy import StoreProxy
 from hvdtrain import data
 from hvdtrain.data.formats import DataError
 from hvdtrain.stores import object_store
+from hvdtrain.stores.object_store import ObjectStore
 
 pytestmark = pytest.mark.stores
 
@@ -112,6 +113,19 @@ def test_a_store_that_does_not_respond_is_an_error(proxy, failure, text):
     )
     assert text in message
     assert "\n" not in message
+
+
+def test_parts_that_a_killed_job_has_left_are_aborted(s3_bucket):
+    """S3 bills them. Later ones are of a copy in progress."""
+    store = ObjectStore(f"{s3_bucket}/run")
+    files = fsspec.filesystem("s3")
+    for key in ("run/checkpoints/a", "other/a"):
+        files.call_s3("create_multipart_upload", Bucket="bucket", Key=key)
+    (started, _) = (u["Initiated"] for u in files.list_multipart_uploads("bucket"))
+    for seconds, left in ((-1, ["other/a", "run/checkpoints/a"]), (1, ["other/a"])):
+        store.abort_uploads(before=started.timestamp() + seconds)
+        uploads = files.list_multipart_uploads("bucket")
+        assert sorted(upload["Key"] for upload in uploads) == left
 
 
 def sent(proxy):

@@ -302,7 +302,10 @@ def rewrite_for_two_ranks(files):
         elif kind == "random0":
             arrays[f"random1/{rest}"] = array
     assert any("gradient_accumulator" in name for name in arrays)
-    files.supersede_after(step)
+    for later in files.steps():
+        if later > step:
+            for path in files.path(later).parent.glob(f"step-{later:08}*"):
+                path.unlink()
     sizes = (BATCH // 2, BATCH // 2)
     header = dataclasses.replace(before.header, local_batch_sizes=sizes)
     files.write(Checkpoint(header=header, arrays=arrays))
@@ -948,19 +951,30 @@ def test_a_directory_in_use_is_refused(tmp_path):
     train(tmp_path, max_steps=2)
 
 
+def block_checkpoints(directory):
+    """Return a callback that lets each save fail, after the checks at the start."""
+
+    def block(logs=None):
+        (directory / "checkpoints").rmdir()
+        (directory / "checkpoints").touch()
+
+    return keras.callbacks.LambdaCallback(on_train_begin=block)
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_checkpoint_that_cannot_be_written(tmp_path, is_last):
-    # A file has the name of the directory; it makes place before the last step.
-    blocker = tmp_path / "checkpoints"
-    blocker.touch()
+    # A file takes the place of the directory until some steps before the last one.
+    blocker = block_checkpoints(tmp_path)
     if is_last:
         with pytest.raises(JobError, match=r"Cannot write .*step-0"):
-            train(tmp_path)
+            train(tmp_path, callbacks=[blocker])
         return
     unblock = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: blocker.unlink() if epoch == 1 else None
+        on_epoch_end=lambda epoch, logs: (
+            (tmp_path / "checkpoints").unlink() if epoch == 1 else None
+        )
     )
-    result = train(tmp_path, callbacks=[unblock])
+    result = train(tmp_path, callbacks=[blocker, unblock])
     assert files(tmp_path).steps()[0] == 35
     assert_equal(result, uninterrupted())
 
@@ -1209,9 +1223,9 @@ def test_a_metric_that_is_not_a_number_is_kept(tmp_path):
 
 
 def test_a_failed_checkpoint_stops_the_job_where_this_is_asked_for(tmp_path):
-    (tmp_path / "checkpoints").touch()
+    options = {"callbacks": [block_checkpoints(tmp_path)], "save_every_steps": 1}
     with pytest.raises(JobError, match=r"Cannot write .*step-0") as caught:
-        train(tmp_path, stop_on_failed_save=True, max_steps=2000, save_every_steps=1)
+        train(tmp_path, stop_on_failed_save=True, max_steps=2000, **options)
     step = int(re.search(r"step-0*(\d+)", str(caught.value))[1])
     assert step < 2000
 

@@ -301,18 +301,9 @@ def test_arrays_whose_header_is_listed_late_are_kept(address, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(FILES, "find", late)
         assert files.steps() == [2]
-        files.delete_leftovers()
+        with pytest.warns(UserWarning, match="step-00000004-.* is not used"):
+            files.prepare()
     assert files.read(4).step == 4
-
-
-def test_arrays_that_no_header_names_are_deleted(address):
-    fit(address, 4)
-    directory = StoreDirectory(f"{address}/checkpoints")
-    name = "step-00000006-00000000.safetensors"
-    FILES.pipe_file(directory.path(name), b"")
-    CheckpointFiles(directory).delete_leftovers()
-    assert name not in directory.names()
-    assert CheckpointFiles(directory).read(4).step == 4
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(address):
@@ -377,10 +368,39 @@ def test_a_lease_of_a_process_that_was_killed_here_ends_at_once(store):
     process = subprocess.Popen([sys.executable, "-c", ""])
     machine = lease._describe_process()["machine"]
     content = {"process": process.pid, "started": "0", "machine": machine}
+    content["address"] = store.address
     process.wait()
     store.write(".lease/00000007", json.dumps(content).encode())
     with held(store, sleep=None):
         assert ".lease/00000008" in store.sizes()
+
+
+def test_a_lease_that_was_copied_with_a_run_ends_by_its_time(store):
+    """The job that holds the lease of the other address runs here."""
+    content = lease._describe_process() | {"address": "memory://other/run"}
+    content["process"] = os.getppid()
+    content["started"] = lease._start_of(os.getppid())
+    store.write(".lease/00000003", json.dumps(content).encode())
+    pauses = []
+    with held(store, sleep=pauses.append):
+        assert sum(pauses) > 59
+
+
+def test_uploads_of_the_last_holder_are_aborted(store, monkeypatch):
+    """Not later ones: a user may copy a run to the address."""
+    before = []
+    monkeypatch.setattr(store, "abort_uploads", before.append)
+    for _ in range(2):
+        with held(store):
+            pass
+    written = store.modified(".lease/00000001")
+    # A process that was killed, which cannot be seen to run.
+    content = lease._describe_process() | {"address": store.address, "started": "0"}
+    content["process"] = os.getppid()
+    store.write(".lease/00000002", json.dumps(content).encode())
+    with held(store, seconds=60):
+        pass
+    assert before == [written, store.modified(".lease/00000002") + 60]
 
 
 def test_of_two_jobs_that_take_a_lease_one_gets_it(store, monkeypatch):
