@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import threading
@@ -31,6 +32,8 @@ _NOT_MIRRORED = ("checkpoints", "flight")
 # What a continued run appends to, or removes.
 _RESUMED_FILES = ("log.jsonl", "summary.json")
 _EXPORT = "export"
+# As `training.exporting` names the files of an export; others are a user's.
+_EXPORTED = re.compile(rf"{_EXPORT}/[^/]+/step-\d{{8,}}/.+")
 # In a local_dir: has the address whose files are there.
 _CLAIM = "model_dir"
 
@@ -145,12 +148,22 @@ class Mirror:
             if name in sizes and not (path.exists() and _stamp(path)[0] >= sizes[name]):
                 self.store.download(name, path)
                 self._uploaded[name] = _stamp(path)
-        for name in sizes:
-            is_export = name.startswith(f"{_EXPORT}/")
-            if name in _RESUMED_FILES or is_export:
-                self._remote.add(name)
-            if is_export and f"{_export_of(name)}/saved_model.pb" in sizes:
-                (self.directory / _export_of(name)).mkdir(parents=True, exist_ok=True)
+        exported = {name: _export_of(name) for name in sizes if _EXPORTED.match(name)}
+        complete = {
+            export
+            for export in exported.values()
+            if f"{export}/saved_model.pb" in sizes
+        }
+        for export in complete:
+            (self.directory / export).mkdir(parents=True, exist_ok=True)
+        self._remote.update(sizes.keys() & _RESUMED_FILES)
+        # Of an export that is not complete, the upload was killed, or is a copy in
+        # progress: a later one that is complete supersedes it.
+        self._remote.update(
+            name
+            for name, export in exported.items()
+            if export in complete or any(_is_later(one, export) for one in complete)
+        )
 
     def sync(self) -> None:
         """Upload and delete what has changed since the last call.
@@ -257,6 +270,12 @@ def _export_of(name: str) -> str:
     """Return the export that a file belongs to, or the name of another file."""
     parts = name.split("/")
     return "/".join(parts[:3]) if parts[0] == _EXPORT else name
+
+
+def _is_later(export: str, other: str) -> bool:
+    """Return whether an export is one of the same exporter, after a later step."""
+    (exporter, step), (of_other, other_step) = map(os.path.split, (export, other))
+    return exporter == of_other and (len(step), step) > (len(other_step), other_step)
 
 
 def _complete_last(name: str) -> tuple[bool, str]:

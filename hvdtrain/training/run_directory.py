@@ -252,7 +252,11 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
         directory = local_directory(model_dir) / _ERRORS
         if is_address(model_dir):
             store = mirror_of(model_dir).store
-            store.delete(store.sizes(_ERRORS))
+            store.delete(
+                name
+                for name in store.sizes(_ERRORS)
+                if _ERROR_FILES.fullmatch(os.path.basename(name))
+            )
         with (
             _writing(directory),
             contextlib.suppress(FileNotFoundError),

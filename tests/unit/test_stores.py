@@ -466,19 +466,30 @@ def test_a_run_on_another_host_continues_the_log_and_knows_the_exports(store, tm
     store.write("log.jsonl", b"1\n2\n")
     for step in ("step-00000003", "step-00000006"):
         store.write(f"export/best/{step}/variables", b"1")
-    # The export of step 6 was killed before its last file.
     store.write("export/best/step-00000003/saved_model.pb", b"1")
+    # The upload of step 6 was killed before its last file, or is a copy in progress.
+    own = ["export/README.md", "export/best/step-1/a", "export/mine/model.tflite"]
+    for name in own:
+        store.write(name, b"1")
     copies = Mirror(tmp_path, store)
     copies.fetch()
     assert (tmp_path / "log.jsonl").read_text() == "1\n2\n"
     assert [path.name for path in (tmp_path / "export/best").iterdir()] == [
         "step-00000003"
     ]
+    names = set(store.sizes())
     copies.sync()
-    assert sorted(store.sizes()) == [
+    assert set(store.sizes()) == names
+    # A later one that is complete supersedes it.
+    store.write("export/best/step-00000009/saved_model.pb", b"1")
+    copies.fetch()
+    copies.sync()
+    assert set(store.sizes()) == {
+        *own,
         *(f"export/best/step-00000003/{n}" for n in ("saved_model.pb", "variables")),
+        "export/best/step-00000009/saved_model.pb",
         "log.jsonl",
-    ]
+    }
 
 
 def test_a_job_that_has_lost_its_lease_uploads_nothing(store, tmp_path):
@@ -517,7 +528,8 @@ def test_a_job_that_waited_for_another_one_continues_its_log(address):
     directory = local_directory(address)
     assert not list(directory.iterdir())
     ObjectStore(address).write("log.jsonl", b"1\n")
-    ObjectStore(address).write("errors/rank-1.json", b"{}")
+    for name in ("rank-1.json", "notes.txt"):
+        ObjectStore(address).write(f"errors/{name}", b"{}")
     with run_directory.claimed(RunConfig(model_dir=address)):
         assert (directory / "log.jsonl").read_text() == "1\n"
     # Those of this run, after those of the last one were deleted.
@@ -527,7 +539,7 @@ def test_a_job_that_waited_for_another_one_continues_its_log(address):
         run_directory.recorded(address, World()),
     ):
         raise KeyError
-    assert {"errors/rank-0.json", "log.jsonl"} == {
+    assert {"errors/notes.txt", "errors/rank-0.json", "log.jsonl"} == {
         name for name in ObjectStore(address).sizes() if ".lease" not in name
     }
 
