@@ -14,6 +14,7 @@ until `keep_max` checkpoints of later steps are complete.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -198,13 +199,17 @@ class CheckpointFiles:
         if contents.step != step:
             raise ValueError(f"it is of step {contents.step}")
         name = contents.arrays
-        with self._directory.open(name) as path:
-            size = path.stat().st_size
-            if size != contents.bytes:
-                raise ValueError(f"{name} has {size} bytes, expected {contents.bytes}")
-            if _digest(path) != contents.sha256:
-                raise ValueError(f"{name} has another digest")
-            yield contents, path
+        try:
+            with self._directory.open(name) as path:
+                size = path.stat().st_size
+                if size != contents.bytes:
+                    expected = f"expected {contents.bytes}"
+                    raise ValueError(f"{name} has {size} bytes, {expected}")
+                if _digest(path) != contents.sha256:
+                    raise ValueError(f"{name} has another digest")
+                yield contents, path
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, f"{name} is missing") from None
 
     def _contents(self, step: int, *, any_format: bool = False) -> JsonFile:
         values = json.loads(self._directory.read(_json_name(step)))

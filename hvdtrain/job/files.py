@@ -15,21 +15,27 @@ from typing import Any
 
 from hvdtrain.job.world import JobError
 
-# One slash is enough: pathlib removes the other.
-_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:/")
+# One slash is enough: pathlib removes the other. "::" is in fsspec's chains, such as
+# simplecache::s3://bucket/run.
+_ADDRESS = re.compile(r"([A-Za-z][\w+.-]*::)*[A-Za-z][\w+.-]*:/")
+# A path of this machine: file:///run, or file:/run as pathlib has it.
+_FILE_ADDRESS = re.compile(r"(?:file|local):(?://)?(?=/(?!/))")
 # Age from which a later write removes the temporary file of a killed process. A newer
 # file may belong to another job that shares the directory.
 _STALE_SECONDS = 3600.0
 
 
 def is_address(path: str | os.PathLike) -> bool:
-    """Return whether a path is the address of a store, such as s3://bucket/run."""
-    return bool(_ADDRESS.match(os.fspath(path)))
+    """Return whether a path is the address of a store, such as s3://bucket/run.
+
+    file:///run is the path /run.
+    """
+    return bool(_ADDRESS.match(_without_file_scheme(path)))
 
 
 def path_or_address(path: str | os.PathLike) -> str:
     """Return the address of a store as text, or a path with ~ expanded."""
-    text = os.fspath(path)
+    text = _without_file_scheme(path)
     if not is_address(text):
         return local_path(text)
     # pathlib removes a slash.
@@ -43,13 +49,17 @@ def local_path(path: str | os.PathLike) -> str:
         JobError: it is the address of a store, such as s3://bucket/run, in whose place
             a directory `s3:` would be made here.
     """
-    text = os.fspath(path)
+    text = _without_file_scheme(path)
     if is_address(text):
         raise JobError(
             f"Received {text}; expected a path of a mounted file system: an address "
             "of a store is not supported here."
         )
     return os.path.expanduser(text)
+
+
+def _without_file_scheme(path: str | os.PathLike) -> str:
+    return _FILE_ADDRESS.sub("", os.fspath(path), count=1)
 
 
 @contextlib.contextmanager

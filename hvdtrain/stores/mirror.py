@@ -89,7 +89,7 @@ def mirror_of(
 def downloaded(model_dir: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yield a directory with the log of a run, downloaded where that is an address."""
     if not is_address(model_dir):
-        yield pathlib.Path(model_dir)
+        yield pathlib.Path(local_path(model_dir))
         return
     store = ObjectStore(path_or_address(model_dir))
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as directory:

@@ -112,6 +112,17 @@ def retried(
     return call()
 
 
+def _check_address(address: str) -> None:
+    scheme, _, path = address.partition("://")
+    # Stores differ in whether they list names with empty parts. A chain has a cache of
+    # its own. file://a/b has the host a, and is a relative path for fsspec.
+    if "//" in path or "::" in address or scheme in ("file", "local"):
+        raise StoreError(
+            f"Received {address}; expected the address of one store without empty "
+            "parts, such as s3://bucket/run, or a path."
+        )
+
+
 class ObjectStore:
     """The objects below an address, by their names relative to it.
 
@@ -131,6 +142,7 @@ class ObjectStore:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.address = address.rstrip("/")
+        _check_address(self.address)
         self._fs, self._root = open_filesystem(self.address)
         self._pauses = pauses
         self._sleep = sleep

@@ -133,6 +133,12 @@ def claimed(config: RunConfig) -> Iterator[Lease | None]:
         with locked(config.model_dir):
             yield None
         return
+    if config.model_dir.startswith("memory:"):
+        warnings.warn(
+            f"{config.model_dir} is in the memory of rank 0, and ends with its "
+            "process: choose another model_dir to keep the run.",
+            stacklevel=2,
+        )
     mirror = mirror_of(config.model_dir, config.local_dir)
     with (
         Lease(mirror.store, warn=warnings.warn) as lease,

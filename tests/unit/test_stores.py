@@ -556,12 +556,33 @@ def test_one_process_has_one_local_directory(address, tmp_path):
     ("path", "expected"),
     [
         (pathlib.Path("s3://a/b"), "s3://a/b"),
-        ("file:///a/b", "file:///a/b"),
         ("hdfs:///a", "hdfs:///a"),
+        # Paths of this machine.
+        ("file:///a/b", "/a/b"),
+        (pathlib.Path("file:///a/b"), "/a/b"),
+        ("local:/a:/b", "/a:/b"),
     ],
 )
 def test_addresses_are_kept(path, expected):
     assert RunConfig(model_dir=path).model_dir == expected
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["memory://a//run", "simplecache::memory://a/run", "file://a/b"],
+)
+def test_addresses_that_are_refused(address):
+    """They are no directories here, and do not start anew beside what is there."""
+    with pytest.raises(JobError, match=rf"^Received {address}; expected .*s3://bucket"):
+        fit(address, 2)
+
+
+def test_a_store_that_ends_with_the_process_is_named(address):
+    with (
+        pytest.warns(UserWarning, match=f"^{address} is in the memory of rank 0"),
+        run_directory.claimed(RunConfig(model_dir=address)),
+    ):
+        pass
 
 
 def test_a_preempted_job_that_cannot_upload_its_log_is_preempted(address, monkeypatch):
