@@ -17,7 +17,8 @@ class BackgroundWriter:
     """Writes checkpoints in a thread, one at a time.
 
     Training goes on meanwhile, also if the disk is full, or slower than the interval
-    of checkpoints: checkpoints that are not written are reported.
+    of checkpoints: checkpoints that are not written are reported. Those that are due
+    during a write are left out: the first one is reported, then their number.
 
     Args:
         report: `report(step, text)` is called when a checkpoint was written, or was
@@ -39,6 +40,10 @@ class BackgroundWriter:
         self._clock = clock
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._left_out = 0
+        # Of the write in progress; the seconds are of the one before.
+        self._step, self._start, self._seconds = 0, 0.0, 0.0
+        self._is_wait_reported = False
 
     def submit(
         self,
@@ -57,19 +62,39 @@ class BackgroundWriter:
             is_last: whether the run ends here.
         """
         if not self.is_done(0):
-            self._report(
-                checkpoint.step,
-                "not written: the one before is still being written; the disk or the "
-                "store is slower than the interval of checkpoints",
-            )
-        else:
-            # A daemon: a disk that hangs does not block the exit of Python.
-            self._thread = threading.Thread(
-                target=self._write,
-                args=(checkpoint, copy_seconds, is_reported),
-                daemon=True,
-            )
-            self._thread.start()
+            self._left_out += 1
+            if self._left_out == 1:
+                self._report(
+                    checkpoint.step,
+                    "not written: the one before is still being written; the disk or "
+                    "the store is slower than the interval of checkpoints",
+                )
+            return
+        text = f"copied in {copy_seconds:.3f} s, written in {{seconds:.1f}} s"
+        if self._left_out > 1:
+            text += f", after {self._left_out} were left out"
+        self._left_out = 0
+        self._step, self._start = checkpoint.step, self._clock()
+        self._is_wait_reported = False
+        # A daemon: a disk that hangs does not block the exit of Python.
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(checkpoint, text if is_reported else ""),
+            daemon=True,
+        )
+        self._thread.start()
+
+    def report_wait(self) -> None:
+        """Report, once for a write, that the job waits for its end."""
+        if self.is_done(0) or self._is_wait_reported:
+            return
+        self._is_wait_reported = True
+        seconds = self._clock() - self._start
+        before = f"; the one before took {self._seconds:.0f} s" if self._seconds else ""
+        self._report(
+            self._step,
+            f"is being written for {seconds:.0f} s, and the job waits for it{before}",
+        )
 
     def is_done(self, timeout_seconds: float | None = None) -> bool:
         """Wait, by default without a limit; return whether no write is in progress."""
@@ -95,10 +120,8 @@ class BackgroundWriter:
         # After an error, wait with a limit: a disk that hangs may have caused it.
         self.is_done(_LIMIT_AFTER_ERROR_SECONDS if error else None)
 
-    def _write(
-        self, checkpoint: Checkpoint, copy_seconds: float, is_reported: bool
-    ) -> None:
-        start = self._clock()
+    def _write(self, checkpoint: Checkpoint, text: str) -> None:
+        """Write a checkpoint, and report `text`, unless it is empty."""
         self._error = None
         try:
             left = self._files.write(checkpoint)
@@ -109,9 +132,9 @@ class BackgroundWriter:
             self._on_failure()
             self._report(checkpoint.step, f"not written: {error}")
             return
-        if is_reported:
-            seconds = self._clock() - start
-            text = f"copied in {copy_seconds:.3f} s, written in {seconds:.1f} s"
+        self._seconds = self._clock() - self._start
+        if text:
+            text = text.format(seconds=self._seconds)
             self._report(checkpoint.step, f"{text}; {left}" if left else text)
 
 
@@ -173,6 +196,11 @@ class TieredWriter:
             timeout_seconds
         )
 
+    def report_wait(self) -> None:
+        """See `BackgroundWriter.report_wait`."""
+        self._disk.report_wait()
+        self._store.report_wait()
+
     def check(self) -> None:
         """Raise the error of the last checkpoint, if it was not written."""
         self._disk.check()
@@ -194,8 +222,16 @@ def wait_for_writer(world: World, writer: Writer | None) -> None:
 
     The writer is None on all ranks but the chief.
     """
+
+    def report(ranks: list[int]) -> None:
+        # After some seconds: a signal may be followed by a kill.
+        if writer:
+            writer.report_wait()
+
     agreement.wait_together(
-        world, lambda seconds: writer is None or writer.is_done(seconds)
+        world,
+        lambda seconds: writer is None or writer.is_done(seconds),
+        on_wait=report,
     )
 
 

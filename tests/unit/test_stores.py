@@ -8,7 +8,9 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import uuid
+from unittest import mock
 
 import fsspec
 import keras
@@ -20,8 +22,12 @@ from hvdtrain import training
 from hvdtrain.checkpoint.directories import StoreDirectory
 from hvdtrain.checkpoint.header import Checkpoint, Header
 from hvdtrain.checkpoint.storage import CheckpointFiles
-from hvdtrain.checkpoint.writing import TieredWriter
-from hvdtrain.job import JobError, World
+from hvdtrain.checkpoint.writing import (
+    BackgroundWriter,
+    TieredWriter,
+    wait_for_writer,
+)
+from hvdtrain.job import JobError, World, agreement
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.report import runs
 from hvdtrain.stores import lease, mirror, object_store
@@ -192,6 +198,46 @@ def test_checkpoints_go_to_the_disk_often_and_to_the_store_seldom():
     submit(11, is_last=True)
     assert store.steps == [4, 10, 11, 11]
     assert disk.steps == [3, 4, 5, 6, 8, 9, 10, 11, 11, 11, 11]
+
+
+def test_at_most_one_checkpoint_is_being_written_and_others_are_counted(monkeypatch):
+    written, reports, now = threading.Event(), [], [0.0]
+    files = mock.Mock()
+    files.write.side_effect = lambda checkpoint: "" if written.wait(60) else "late"
+    writer = BackgroundWriter(
+        files,
+        lambda step, text: reports.append((step, text)),
+        on_failure=pytest.fail,
+        clock=lambda: now[0],
+    )
+
+    def submit(step):
+        header = dataclasses.replace(HEADER, step=step)
+        writer.submit(Checkpoint(header=header, arrays={}), copy_seconds=0.25)
+
+    for step in (1, 2, 3, 4):
+        submit(step)
+    monkeypatch.setattr(agreement, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(agreement, "gather", lambda world, value: [value])
+    now[0] = 40.0
+
+    def release(step, text):
+        reports.append((step, text))
+        written.set()
+
+    # The first wait is reported, once.
+    writer._report = release
+    wait_for_writer(World(), writer)
+    submit(5)
+    wait_for_writer(World(), writer)
+    assert files.write.call_count == 2
+    assert reports == [
+        (2, mock.ANY),
+        (1, "is being written for 40 s, and the job waits for it"),
+        (1, "copied in 0.250 s, written in 40.0 s"),
+        (5, "copied in 0.250 s, written in 0.0 s, after 3 were left out"),
+    ]
+    assert reports[0][1].startswith("not written: the one before is still being")
 
 
 def test_a_checkpoint_that_is_damaged_on_the_disk_is_read_from_the_store(
