@@ -63,10 +63,18 @@ class DiskDirectory:
     def delete(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
 
-    def delete_partial(self) -> None:
-        """Delete what killed writers have left; for the only writer."""
-        if self._path.is_dir():
-            remove_partial(self._path)
+    def prepare(self) -> None:
+        """Create the directory, delete what killed writers have left, and try a write.
+
+        For the only writer. A job whose writes all fail would lose its work.
+        """
+        self.make()
+        remove_partial(self._path)
+        # With the name of a partial file: the next start deletes it after a kill.
+        probe = self.path(".partial-00000000-probe")
+        with atomic_write(probe) as temporary:
+            temporary.touch()
+        probe.unlink()
 
 
 class StoreDirectory:
@@ -133,8 +141,8 @@ class StoreDirectory:
         self._check_writer()
         self._store.delete([name])
 
-    def delete_partial(self) -> None:
-        """Do nothing: `Lease` aborts the uploads that the last writer has left."""
+    def prepare(self) -> None:
+        """Do nothing: `Lease` writes, and aborts what the last writer has left."""
 
 
 Directory = DiskDirectory | StoreDirectory

@@ -248,8 +248,7 @@ class CheckpointFiles:
                 several checkpoints, and no JSON file.
         """
         with _one_line_errors("write", self._directory):
-            self._directory.make()
-            self._directory.delete_partial()
+            self._directory.prepare()
         arrays, steps = self._all_arrays(), self.steps()
         # A killed writer leaves the arrays of one checkpoint: more of them are a user's
         # work whose JSON files are lost.
@@ -282,8 +281,10 @@ class CheckpointFiles:
             temporary.touch()
             mode = temporary.stat().st_mode
             safetensors.numpy.save_file(arrays, temporary)
-            # The library makes a file that only this user can read.
-            temporary.chmod(mode)
+            # The library makes a file that only this user can read. A mounted bucket
+            # may have no modes.
+            with contextlib.suppress(OSError):
+                temporary.chmod(mode)
             digest, size = _digest(temporary), temporary.stat().st_size
         return {
             "arrays": name,
@@ -435,7 +436,8 @@ def _one_line_errors(action: str, path: object) -> AbstractContextManager[None]:
     return one_line_errors(
         f"{action} {path}",
         errors=_DAMAGE,
-        remedy="expected a directory with free space that this user can write"
+        remedy="expected a directory with free space that this user can write, on a "
+        "file system with renames (for a mounted bucket, its address: s3://bucket/run)"
         if action == "write"
         else "expected a complete checkpoint",
         raises=CheckpointError,

@@ -1,6 +1,7 @@
 """The atomic write of files and directories, and their errors as one line."""
 
 import contextlib
+import errno
 import glob
 import importlib.util
 import os
@@ -150,6 +151,10 @@ def _synchronize(path: str | os.PathLike) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        # Some network file systems, and mounted buckets, have no such operation.
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(number)
 

@@ -172,8 +172,12 @@ def locked(model_dir: str | PathLike) -> Iterator[None]:
                 "for its end, or choose another --model_dir."
             ) from None
         except OSError as error:
-            # On a file system without locks, a second job is not detected.
-            warnings.warn(f"Cannot lock {path}: {error.strerror}.", stacklevel=2)
+            warnings.warn(
+                f"Cannot lock {path}: {error.strerror}. A second job in this directory "
+                "would not be detected: start one at a time, or choose another "
+                "--model_dir (for a mounted bucket, its address: s3://bucket/run).",
+                stacklevel=2,
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -1,6 +1,7 @@
 """Checkpoint files: what is written is read, and what is damaged is found."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -417,6 +418,41 @@ def test_a_directory_that_cannot_be_made_is_an_error_at_the_start(tmp_path, plac
         match=f"^Cannot write {tmp_path}/checkpoints: .*{reason[place]}",
     ):
         CheckpointFiles(tmp_path / "checkpoints").prepare()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_that_lacks_operations(tmp_path, monkeypatch, code):
+    """As a mounted bucket may: without the first two, checkpoints are complete."""
+    failing = mock.Mock(side_effect=OSError(code, os.strerror(code)))
+    files = CheckpointFiles(tmp_path / "checkpoints")
+    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(pathlib.Path, "chmod", failing)
+    files.prepare()
+    assert names(files) == []
+    files.write(checkpoint())
+    assert files.read(300).step == 300
+    complete = names(files)
+    monkeypatch.setattr(pathlib.Path, "replace", failing)
+    with pytest.raises(
+        CheckpointError, match=f"^Cannot write .*{os.strerror(code)}; .*s3://bucket/run"
+    ):
+        files.prepare()
+    assert names(files) == complete
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_file_that_was_cut_anywhere_is_found(files, is_json):
+    """As by a cache of a mounted bucket that is written later."""
+    files.write(checkpoint(300, {"a": np.arange(5000.0)}))
+    path = files.path(300) if is_json else arrays_path(files)
+    content = path.read_bytes()
+    assert files.verify(300)
+    for size in range(0, len(content), 16 if is_json else 4096):
+        # With zeros in place of pages that were not written, too.
+        for end in (b"", b"\0" * (len(content) - size)):
+            path.write_bytes(content[:size] + end)
+            with pytest.raises(CheckpointError):
+                files.read(300)
 
 
 def test_arrays_that_have_lost_their_json_files_are_not_deleted(files):

@@ -1,12 +1,15 @@
 """The directory of a run: its files are complete, or not there."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import pathlib
 import shutil
 import subprocess
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
@@ -134,6 +137,16 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
     world = World(rank=1, size=2)
     run_directory.write(world, tmp_path, model=keras.Sequential(), summary={})
     assert names(tmp_path) == []
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
+    failing = mock.Mock(side_effect=OSError(errno.EOPNOTSUPP, "Not supported"))
+    monkeypatch.setattr(fcntl, "flock", failing)
+    with (
+        pytest.warns(UserWarning, match="Cannot lock .* second job .* s3://bucket/run"),
+        run_directory.locked(tmp_path),
+    ):
+        pass
 
 
 def use(run):
