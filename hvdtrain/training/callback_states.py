@@ -8,6 +8,7 @@ A state consists of numbers, strings, None, arrays, and lists, tuples and dictio
 of them. It is stored as JSON, in which arrays are numbered.
 """
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,15 @@ class _NoStateError(TypeError):
     """A value of this type cannot be part of a state."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """A state as it is stored; `arguments` are those of `_arguments`."""
+
+    kind: str
+    values: Any
+    arguments: list[str] = dataclasses.field(default_factory=list)
+
+
 class CallbackStates:
     """The states of the callbacks of a user on this rank.
 
@@ -75,32 +85,36 @@ class CallbackStates:
                 except _NoStateError as error:
                     _warn_of_type(callback, error)
                     kind, encoded = "", None
-                states.append([type(callback).__name__, kind, encoded])
+                states.append(
+                    [type(callback).__name__, kind, encoded, _arguments(callback)]
+                )
         arrays[CALLBACKS_JSON] = np.frombuffer(json.dumps(states).encode(), "uint8")
         return {name: np.array(array) for name, array in arrays.items()}
 
-    def restore(self, arrays: Arrays) -> None:
+    def restore(self, arrays: Arrays, *, of_files: bool = False) -> None:
         """Set the states that `capture` has returned, perhaps in another process.
 
-        The callbacks of a class are found by their order. Of a class with more or fewer
-        callbacks than before, all start anew, with a warning.
+        The callbacks of a class are found by what they monitor and by their files, then
+        by their order. Callbacks of which there is no state start anew, with a warning.
+
+        Args:
+            of_files: whether to restore `ModelCheckpoint` alone, whose `best` is of a
+                file that it would replace by a worse one.
         """
         if CALLBACKS_JSON not in arrays:
             return
-        stored: dict[str, list[tuple[str, Any]]] = {}
-        for name, kind, state in json.loads(arrays[CALLBACKS_JSON].tobytes()):
-            stored.setdefault(name, []).append((kind, state))
+        present = [
+            callback
+            for callback in self._callbacks
+            if not of_files or isinstance(callback, keras.callbacks.ModelCheckpoint)
+        ]
+        stored: dict[str, list[_State]] = {}
+        for name, *state in json.loads(arrays[CALLBACKS_JSON].tobytes()):
+            stored.setdefault(name, []).append(_State(*state))
         for name, states in stored.items():
-            present = [c for c in self._callbacks if type(c).__name__ == name]
-            if present and len(present) != len(states):
-                warnings.warn(
-                    f"There are {len(present)} callbacks of the class {name}, and the "
-                    f"checkpoint has the states of {len(states)}: they start anew.",
-                    stacklevel=2,
-                )
-                continue
-            for callback, (kind, state) in zip(present, states, strict=False):
-                _set(callback, kind, state, arrays)
+            callbacks = [c for c in present if type(c).__name__ == name]
+            for callback, state in _paired(callbacks, states):
+                _set(callback, state.kind, state.values, arrays)
 
     def _warn_of_unsaved(self) -> None:
         unsaved, self._unsaved = self._unsaved, []
@@ -115,6 +129,43 @@ class CallbackStates:
                     "methods get_state() and set_state(state).",
                     stacklevel=2,
                 )
+
+
+def _arguments(callback: keras.callbacks.Callback) -> list[str]:
+    """Return the arguments that tell callbacks of Keras apart, the file last."""
+    if not _attribute_names(callback):
+        return []
+    names = ("monitor", "mode", "filepath")
+    return [str(vars(callback).get(name, "")) for name in names]
+
+
+def _paired(
+    callbacks: Sequence[keras.callbacks.Callback], states: Sequence[_State]
+) -> Iterator[tuple[keras.callbacks.Callback, _State]]:
+    """Yield callbacks of one class and their states; warn of those that have none."""
+    left, unused = [], list(states)
+    for callback in callbacks:
+        arguments = _arguments(callback)
+        found = next((s for s in unused if s.arguments == arguments), None)
+        if arguments and found:
+            unused.remove(found)
+            yield callback, found
+        else:
+            left.append(callback)
+    if len(left) == len(unused):
+        # By their order: the file has another name, or the callbacks are a user's.
+        for state in unused:
+            if not state.arguments or state.arguments[:2] == _arguments(left[0])[:2]:
+                yield left.pop(0), state
+            else:
+                left.append(left.pop(0))
+    for callback in left:
+        described = ", ".join(filter(None, _arguments(callback)))
+        warnings.warn(
+            f"The callback {type(callback).__name__}({described}) starts anew: the "
+            "checkpoint has no state of a callback with these arguments.",
+            stacklevel=3,
+        )
 
 
 def _has_methods(callback: Any) -> bool:

@@ -239,9 +239,11 @@ class _Loop:
 
     def _restore_callbacks(self) -> None:
         """Restore the states of callbacks, which have begun what was interrupted."""
-        # A finished job that is made longer begins anew to wait for an improvement.
-        if self._per_rank and not self._run.start.header.finished:
-            self._callback_states.restore(self._per_rank.callbacks)
+        if self._per_rank:
+            # A finished job that is made longer waits anew for an improvement.
+            is_longer = bool(self._run.start.header.finished)
+            states = self._per_rank.callbacks
+            self._callback_states.restore(states, of_files=is_longer)
 
     def _read_callbacks(self) -> dict[str, np.ndarray] | None:
         return self._callback_states.capture() if self._has_callbacks else None

@@ -316,7 +316,67 @@ def test_the_best_of_a_model_checkpoint_is_kept(tmp_path):
     (tmp_path / "best.weights.h5").unlink()
     train(tmp_path, [second])
     assert second.best == -1.0
+    # Also in a job that is made longer.
+    third = make_callback()
+    train(tmp_path, [third], max_steps=MAX_STEPS + 10)
+    assert third.best == -1.0
     assert not (tmp_path / "best.weights.h5").exists()
+
+
+class Saved(keras.callbacks.ModelCheckpoint):
+    """Notes what is saved, in a file of this directory."""
+
+    def _save_model(self, epoch, batch, logs):
+        step = int(self.model.optimizer.iterations)
+        super()._save_model(epoch, batch, logs)
+        with open(f"{self.filepath}.txt", "a") as file:
+            file.write(f"{step} {self.best}\n")
+
+
+def model_checkpoints(directory, names=("best", "worst", "often")):
+    """Callbacks in the order of `names`."""
+    options = {
+        "best": {"initial_value_threshold": 3.0},
+        "worst": {"mode": "max"},
+        "often": {"save_freq": 7, "save_best_only": False},
+    }
+    return [
+        Saved(
+            str(directory / f"{name}.weights.h5"),
+            **{"monitor": "val_loss", "save_best_only": True} | options[name],
+            save_weights_only=True,
+        )
+        for name in names
+    ]
+
+
+def test_model_checkpoints_of_a_killed_job_write_what_the_others_write(tmp_path):
+    """With another order in each run, and one more in the last one."""
+    expected, killed = tmp_path / "expected", tmp_path / "killed"
+    expected.mkdir()
+    killed.mkdir()
+    train(None, model_checkpoints(expected))
+    for step, names in ((12, ("best", "often")), (25, ("often", "best"))):
+        callbacks = [*model_checkpoints(killed, names), Kill(tmp_path, step)]
+        with pytest.raises(KilledError):
+            train(tmp_path, callbacks, save_every=step)
+    names = ("worst", "often", "best")
+    with pytest.warns(
+        UserWarning, match=r"^The callback Saved\(val_loss, max, .* anew"
+    ):
+        train(tmp_path, model_checkpoints(killed, names))
+    for name in ("best", "often"):
+        path = f"{name}.weights.h5.txt"
+        lines = (killed / path).read_text().splitlines()
+        # A save after the last checkpoint of a killed run is repeated.
+        wanted = (expected / path).read_text().splitlines()
+        assert len(wanted) > 1
+        assert {*lines} == {*wanted}
+        models = make_model(), make_model()
+        for model, directory in zip(models, (killed, expected), strict=True):
+            model.load_weights(directory / f"{name}.weights.h5")
+        for found, other in zip(*(m.get_weights() for m in models), strict=True):
+            np.testing.assert_array_equal(found, other)
 
 
 def test_a_longer_job_than_one_that_has_ended_waits_anew(tmp_path):
@@ -409,14 +469,36 @@ def test_a_callback_whose_state_is_not_saved_is_named_once(recwarn):
     assert text in str(warning.message)
 
 
-def test_other_numbers_of_callbacks_of_a_class_start_anew():
-    stoppings = [keras.callbacks.EarlyStopping("loss") for _ in range(2)]
-    stoppings[0].wait = 4
-    arrays = CallbackStates(stoppings).capture()
-    now = keras.callbacks.EarlyStopping("loss")
-    with pytest.warns(match=r"1 callbacks of the class EarlyStopping, and .* of 2"):
-        CallbackStates([now]).restore(arrays)
-    assert now.wait == 0
+def stoppings(*monitors):
+    return [keras.callbacks.EarlyStopping(monitor) for monitor in monitors]
+
+
+def test_callbacks_of_a_class_are_found_by_their_arguments():
+    before = stoppings("loss", "accuracy")
+    before[0].wait, before[1].wait = 4, 5
+    arrays = CallbackStates(before).capture()
+    for now, waits in (
+        (stoppings("accuracy", "loss"), [5, 4]),
+        (stoppings("accuracy"), [5]),
+    ):
+        CallbackStates(now).restore(arrays)
+        assert [stopping.wait for stopping in now] == waits
+    for now, waits in (
+        (stoppings("val_loss", "loss", "accuracy"), [0, 4, 5]),
+        (stoppings("val_loss", "loss"), [0, 4]),
+    ):
+        with pytest.warns(
+            match=r"^The callback EarlyStopping\(val_loss, auto\) starts"
+        ):
+            CallbackStates(now).restore(arrays)
+        assert [stopping.wait for stopping in now] == waits
+
+
+def test_a_model_checkpoint_with_another_file_keeps_its_best():
+    (before, now) = (keras.callbacks.ModelCheckpoint(f"{n}.keras") for n in "ab")
+    before.best = 0.5
+    CallbackStates([now]).restore(CallbackStates([before]).capture())
+    assert now.best == 0.5
 
 
 def test_shards_that_a_callback_holds_are_not_given_to_other_ranks():
