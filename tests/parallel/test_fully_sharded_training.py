@@ -1,5 +1,6 @@
 """`training.fit` of a fully sharded model: it continues as a replicated one does."""
 
+import json
 import pathlib
 import tempfile
 
@@ -7,6 +8,7 @@ import keras
 import numpy as np
 import oracle
 import pytest
+import safetensors.numpy
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel, training
@@ -90,6 +92,20 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(
     for found, wanted in zip(values(result), values(expected), strict=True):
         np.testing.assert_array_equal(found, wanted)
     assert result.history == expected.history
+    full = zip(result.model.weights, result.model.get_weights(), strict=True)
+    trained = [value for variable, value in full if variable.trainable]
+    if WORLD.is_chief:
+        stored = trained_weights(directory)[: len(trained)]
+        for found, wanted in zip(stored, trained, strict=True):
+            np.testing.assert_array_equal(found, wanted, strict=True)
+
+
+def trained_weights(directory):
+    """Read the newest checkpoint as docs/checkpoints.md does."""
+    newest = max(pathlib.Path(directory, "checkpoints").glob("step-*.json"))
+    file = newest.with_name(json.loads(newest.read_text())["arrays"])
+    arrays = safetensors.numpy.load_file(file)
+    return [a for name, a in sorted(arrays.items()) if name.startswith("shared/")]
 
 
 @pytest.mark.long
