@@ -330,8 +330,9 @@ class CheckpointFiles:
 
     def _delete_checkpoint(self, step: int) -> list[Exception]:
         """Delete the JSON file, then the arrays that it names."""
-        with contextlib.suppress(*_DAMAGE, StoreError):
-            self._contents(step, any_format=True)
+        if step not in self._arrays:
+            with contextlib.suppress(*_DAMAGE, StoreError):
+                self._contents(step, any_format=True)
         if errors := self._delete([_json_name(step)]):
             # Without its arrays, it would be a damaged checkpoint.
             return errors
