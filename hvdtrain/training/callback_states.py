@@ -152,14 +152,12 @@ def _paired(
             yield callback, found
         else:
             left.append(callback)
-    if len(left) == len(unused):
-        # By their order: the file has another name, or the callbacks are a user's.
-        for state in unused:
-            if not state.arguments or state.arguments[:2] == _arguments(left[0])[:2]:
-                yield left.pop(0), state
-            else:
-                left.append(left.pop(0))
-    for callback in left:
+    # By their order: the file has another name, or the callbacks are a user's.
+    in_order = unused if len(left) == len(unused) else [None] * len(left)
+    for callback, state in zip(left, in_order, strict=True):
+        if state and state.arguments[:2] == _arguments(callback)[:2]:
+            yield callback, state
+            continue
         described = ", ".join(filter(None, _arguments(callback)))
         warnings.warn(
             f"The callback {type(callback).__name__}({described}) starts anew: the "
