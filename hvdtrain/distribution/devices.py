@@ -3,8 +3,10 @@
 A device is a rank, and a process has one device: "cpu:3" is that of rank 3.
 """
 
+import functools
 import os
 import secrets
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.common.name_scope import current_path
 
 from hvdtrain.job import backend, declared_size, platforms
 from hvdtrain.job.agreement import fail_together, gather
@@ -138,8 +141,28 @@ def to_backend_layout(
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:
-    """Return `tensor`: a layout says where values are, and does not change them."""
+    """Return `tensor`: activations are not sharded. Warn once of each layout."""
+    is_sharded = any(getattr(layout, "axes", None) or ())
+    if is_sharded and has_ranks() and hvd.rank() == 0:
+        path = current_path()
+        rule = f"{path}/output"
+        # Keras calls this function with the layout of such a rule.
+        if active().get_tensor_layout(rule) is layout:
+            name = f"the layout map for {rule!r}"
+        else:
+            name = f"keras.distribution.distribute_tensor in {path or 'the script'!r}"
+        _warn_of_layout(name, tuple(layout.axes))
     return tensor
+
+
+@functools.cache
+def _warn_of_layout(name: str, axes: tuple[str | None, ...]) -> None:
+    warnings.warn(
+        f"Received the layout {axes} by {name}, which has no effect on TensorFlow: "
+        "activations are not sharded, and take as much memory as without it. Layouts "
+        "of weights have an effect; parallel.remat saves memory of activations.",
+        stacklevel=4,
+    )
 
 
 def layout_of(variable: keras.Variable) -> keras.distribution.TensorLayout | None:

@@ -16,6 +16,12 @@ from hvdtrain.job.world import JobError
 from hvdtrain.keras.seams import replace
 from hvdtrain.parallel.creation import shard_when_created
 
+# They call functions that Keras traces once for a model.
+_METHODS = (
+    *("fit", "evaluate", "predict"),
+    *("train_on_batch", "test_on_batch", "predict_on_batch"),
+)
+
 
 @functools.cache
 def enable() -> None:
@@ -59,10 +65,7 @@ def enable() -> None:
         (Trainer, "compile", trainer.compile_distributed, devices.is_active),
         (model, "fit", trainer.fit, has_ranks),
         # Also where no distribution is active any more.
-        *(
-            (model, name, trainer.renew, always)
-            for name in ("fit", "evaluate", "predict")
-        ),
+        *((model, name, trainer.renew, always) for name in _METHODS),
         (model, "train_on_batch", trainer.train_on_batch, has_ranks),
         (model, "get_metrics_result", trainer.get_metrics_result, has_data_ranks),
         (model, "predict_step", trainer.predict_step, has_data_ranks),

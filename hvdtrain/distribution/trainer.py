@@ -19,14 +19,20 @@ from hvdtrain.distribution.devices import Method
 from hvdtrain.distribution.model_parallel import prepare
 from hvdtrain.job.world import JobError
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
+from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.layers import SyncBatchNormalization, moments_over_ranks
-from hvdtrain.keras.metrics import metric_variables
+from hvdtrain.keras.loss_reductions import find_mismatch
+from hvdtrain.keras.metrics import (
+    Share,
+    addends,
+    combined,
+    metric_variables,
+    warn_of_states,
+)
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.parallel.mesh import Mesh
 
-# The mean over ranks of such losses is not the loss of the global batch.
-_OTHER_REDUCTIONS = ("sum", "none", None, "mean_with_sample_weight")
 _UNEVEN = (
     "Received a global batch whose number of samples {size} ranks do not divide. "
     "Pass drop_remainder=True to dataset.batch, and a batch size that is divisible."
@@ -38,6 +44,7 @@ def compile_distributed(
     model: keras.Model,
     optimizer: Any = "rmsprop",
     loss: Any = None,
+    loss_weights: Any = None,
     *args: Any,
     **kwargs: Any,
 ) -> None:
@@ -51,7 +58,7 @@ def compile_distributed(
                 stacklevel=3,
             )
         kwargs["jit_compile"] = False
-    method(model, optimizer, loss, *args, **kwargs)
+    method(model, optimizer, loss, loss_weights, *args, **kwargs)
     # Keras enables it on GPUs.
     model.jit_compile = False
     if model.built:
@@ -60,48 +67,51 @@ def compile_distributed(
         return
     found = devices.active_mesh()
     mesh = found if isinstance(found, Mesh) else None
+    if get_hook(model.optimizer) is None:
+        DistributedOptimizer(model.optimizer, mesh=mesh)
     hook = get_hook(model.optimizer)
-    if hook is None:
-        _check_reductions(loss)
-        # Gradients of tables are dense, as on JAX.
-        DistributedOptimizer(model.optimizer, sparse_as_dense=True, mesh=mesh)
-    elif mesh and not (hook.mesh and hook.mesh.shape == mesh.shape):
+    assert hook
+    if devices.has_ranks():
+        _check_ranks(hook, mesh)
+    if devices.has_data_ranks():
+        _check_losses(loss, loss_weights, hook.reducer.options.reduction)
+    # Gradients of tables are dense, as on JAX.
+    hook.reducer.reduce_densely()
+
+
+def _check_ranks(hook: ReductionHook, mesh: Mesh | None) -> None:
+    """Raise a JobError for an optimizer of the user that is over other ranks."""
+    if mesh and not (hook.mesh and hook.mesh.shape == mesh.shape):
         raise JobError(
             "Received an optimizer that is distributed, and not over the mesh of "
             "keras.distribution.ModelParallel; expected a new Keras optimizer, which "
             "compile distributes over it."
         )
+    ranks, expected = hook.reducer.process_set.ranks, devices.data_axis().process_set
+    if list(ranks) != list(expected.ranks):
+        raise JobError(
+            f"Received an optimizer that is distributed over the ranks {list(ranks)}; "
+            "expected the ranks that get different samples under keras.distribution: "
+            f"{list(expected.ranks)}. Leave out process_set and mesh of "
+            "hvd.DistributedOptimizer, or pass a Keras optimizer."
+        )
 
 
-def _check_reductions(loss: Any) -> None:
-    for each in keras.tree.flatten(loss):
-        reduction = getattr(each, "reduction", "sum_over_batch_size")
-        if devices.has_data_ranks() and reduction in _OTHER_REDUCTIONS:
-            raise JobError(
-                f"Received the loss {each.name} with reduction={reduction!r}; expected "
-                "a mean over samples, whose gradients are averaged over the ranks. Use "
-                "reduction='sum_over_batch_size', or under DataParallel, for losses "
-                "that are sums, hvd.DistributedOptimizer(optimizer, op=hvd.Sum)."
-            )
+def _check_losses(loss: Any, loss_weights: Any, reduction: Reduction) -> None:
+    losses = keras.tree.flatten(loss)
+    weights = keras.tree.flatten(loss_weights)
+    if len(weights) != len(losses):
+        weights = [None] * len(losses)
+    pairs = [(loss, weight) for loss, weight in zip(losses, weights, strict=True)]
+    if text := find_mismatch([p for p in pairs if p[0] is not None], reduction):
+        raise JobError(text)
 
 
-class _DistributionStart(BroadcastGlobalVariablesCallback):
-    """Broadcasts in the first `fit` or `train_on_batch` of a model.
-
-    The model is then built, if it was not in `compile`.
-    """
-
-    def _broadcast(self) -> None:
-        prepare(self.model)
-        super()._broadcast()
-
-    def _warn_of_moving_statistics(self) -> None:
-        """Print nothing: `moments` makes the statistics equal on all ranks."""
-
-
-def _start_of(model: keras.Model) -> _DistributionStart:
+def _start_of(model: keras.Model) -> BroadcastGlobalVariablesCallback:
+    """Return the callback that broadcasts in the first `fit` or `train_on_batch`."""
     if not hasattr(model, "_hvdtrain_start"):
-        model._hvdtrain_start = _DistributionStart(0)
+        model._hvdtrain_start = BroadcastGlobalVariablesCallback(0)
+        model._hvdtrain_start.prepare = prepare
     return model._hvdtrain_start
 
 
@@ -112,7 +122,10 @@ def fit(method: Method, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     if isinstance(given, keras.callbacks.CallbackList):
         given = given.callbacks
     callbacks = [c for c in keras.tree.flatten(given) if c is not None]
-    if not any(isinstance(c, BroadcastGlobalVariablesCallback) for c in callbacks):
+    starts = [c for c in callbacks if isinstance(c, BroadcastGlobalVariablesCallback)]
+    for start in starts:
+        start.prepare = prepare
+    if not starts:
         callbacks.insert(0, _start_of(model))
     call.arguments["callbacks"] = callbacks
     arguments = dict(call.arguments)
@@ -143,22 +156,18 @@ def renew(method: Method, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
 
 def get_metrics_result(method: Method, model: keras.Model) -> dict[str, Any]:
     """Return results of the samples of all ranks. The states stay those of the rank."""
-    variables = metric_variables(model.metrics)
+    variables, axis = metric_variables(model.metrics), devices.data_axis()
     totals = transport.allreduce(
-        [_addend(variable) for variable in variables],
-        Reduction(op=Sum, process_set=devices.data_axis().process_set),
+        addends(variables, variables, Share(axis.index, axis.size)),
+        Reduction(op=Sum, process_set=axis.process_set),
         name="Metrics",
     )
-    with keras.StatelessScope(list(zip(variables, totals, strict=True))):
-        return method(model)
-
-
-def _addend(variable: keras.Variable) -> tf.Tensor:
-    state, axis = tf.convert_to_tensor(variable), devices.data_axis()
-    if variable.aggregation == "mean":
-        return tf.cast(state / axis.size, state.dtype)
-    is_added = variable.aggregation != "only_first_replica" or axis.index == 0
-    return state if is_added else tf.zeros_like(state)
+    if axis.index == 0:
+        warn_of_states(model.metrics)
+    states = combined(variables, totals, axis.size)
+    with keras.StatelessScope(list(zip(variables, states, strict=True))):
+        # A result that is a variable has the value of this rank outside of the scope.
+        return keras.tree.map_structure(tf.convert_to_tensor, method(model))
 
 
 def predict_step(method: Method, model: keras.Model, data: Any) -> Any:

@@ -104,6 +104,10 @@ class GradientReducer:
         self.local_keys: set[object] = set()
         self._no_rank_has_local_variables: bool | None = None
 
+    def reduce_densely(self) -> None:
+        """Convert gradients of tables to dense tensors, as `sparse_as_dense` does."""
+        self.options = dataclasses.replace(self.options, sparse_as_dense=True)
+
     def register_local(self, variable: Variable | tf.Tensor) -> None:
         """Leave the gradient of `variable` unreduced: no other rank has a replica."""
         self.local_keys.add(variable_key(variable))

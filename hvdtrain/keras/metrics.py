@@ -3,12 +3,16 @@
 The mean of two ranks' results is right only for metrics that are plain means over
 equally many samples. The sums inside a metric can be added for any of them; the
 result is then computed once, from the totals, as one process would have done.
+
+Each way to a metric over all ranks goes through `addends`, a sum over the ranks, and
+`combined`: `reduce_metrics`, `MetricAverageCallback`, the evaluations and reports of
+`training`, and `keras.distribution`.
 """
 
 import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -26,6 +30,52 @@ from hvdtrain.collectives.transport import Sum
 
 # An array, if the result of a metric is not a scalar.
 Result: TypeAlias = float | np.ndarray
+State: TypeAlias = np.ndarray | tf.Tensor
+
+_EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min}
+_AGGREGATIONS = ("sum", "none", "mean", "only_first_replica", *_EXTREMES)
+
+
+def set_aggregation(variable: keras.Variable, aggregation: str) -> keras.Variable:
+    """Declare how the ranks' values of a metric's state are combined; return it.
+
+    Like the argument `aggregation` of `Metric.add_variable`, which has neither "max"
+    nor "min":
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            largest = self.add_variable((), "zeros", name="largest")
+            self.largest = metrics.set_aggregation(largest, "max")
+
+    Args:
+        aggregation: "sum", "mean", "only_first_replica", "max" or "min".
+
+    Raises:
+        ValueError: for another name.
+    """
+    if aggregation not in _AGGREGATIONS:
+        raise ValueError(
+            f"Received aggregation={aggregation!r} for {variable.name!r}; expected one "
+            f"of {', '.join(_AGGREGATIONS)}."
+        )
+    variable._hvdtrain_aggregation = aggregation
+    return variable
+
+
+def _aggregation(variable: keras.Variable) -> str:
+    return getattr(variable, "_hvdtrain_aggregation", variable.aggregation)
+
+
+class Share(NamedTuple):
+    """The part of a rank in a sum over ranks.
+
+    Attributes:
+        place: of this rank among those with a value; None if it has none.
+        size: number of ranks with a value.
+    """
+
+    place: int | None
+    size: int
 
 
 def reduce_metrics(
@@ -47,8 +97,8 @@ def reduce_metrics(
     Each state variable is combined according to its Keras `aggregation`: "sum" (what
     `Metric.add_variable` gives) and "none" are added, "mean" is averaged,
     "only_first_replica" is taken from the first rank. The metrics of Keras have sums. A
-    metric of your own whose state is, for example, a maximum cannot be combined that
-    way: states that are not known to be sums are added up with a warning.
+    metric of your own whose state is a maximum declares it by `set_aggregation`. States
+    that are not known to be sums are added up with a warning.
 
     Args:
         metrics: such as `model.metrics`.
@@ -89,7 +139,10 @@ def are_sums(metrics: Sequence[keras.Metric]) -> list[bool]:
         for metric in _with_inner_metrics(metrics)
         for variable in _states_known_to_keras(metric)
     }
-    return [id(variable) in known for variable in metric_variables(metrics)]
+    return [
+        id(variable) in known and _aggregation(variable) not in _EXTREMES
+        for variable in metric_variables(metrics)
+    ]
 
 
 def _with_inner_metrics(metrics: Iterable[keras.Metric]) -> Iterator[keras.Metric]:
@@ -109,35 +162,61 @@ def _states_known_to_keras(metric: keras.Metric) -> list[keras.Variable]:
 
 
 @functools.cache
-def _warn_of_state(state: str, metric: str, kind: str) -> None:
-    warnings.warn(
-        f"The state {state!r} of the metric {metric!r} ({kind}) is added up over the "
-        "ranks, and is not known to be a sum: the result is wrong if it is a maximum, "
-        "for example, which Keras cannot aggregate. Keep sums in attributes that are "
-        "keras.metrics.Sum or Mean; reduce a maximum by hvd.allreduce in a callback.",
-        stacklevel=4,
-    )
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
-def _warn_of_other_states(metrics: Sequence[keras.Metric]) -> None:
+def warn_of_states(metrics: Sequence[keras.Metric]) -> None:
+    """Warn once of each metric that the sum of states may give another value.
+
+    Call it on one rank, after the reduction: where warnings are errors, the other ranks
+    would block in it.
+    """
     for metric in _with_inner_metrics(metrics):
+        kind = f"{metric.name!r} ({type(metric).__name__})"
         for variable in metric._variables:
-            is_added = variable.aggregation in ("sum", "none")
-            if is_added and not _states_known_to_keras(metric):
-                _warn_of_state(variable.name, metric.name, type(metric).__name__)
+            is_declared = hasattr(variable, "_hvdtrain_aggregation")
+            is_added = _aggregation(variable) in ("sum", "none")
+            if is_added and not is_declared and not _states_known_to_keras(metric):
+                _warn(
+                    f"The state {variable.name!r} of the metric {kind} is added up "
+                    "over the ranks, and is not known to be a sum: the result is wrong "
+                    "if it is a maximum, for example. Declare it by hvdtrain.keras."
+                    "metrics.set_aggregation(variable, 'max'), or 'sum', or keep sums "
+                    "in attributes that are keras.metrics.Sum or Mean."
+                )
+        if (axis := _axis_of_samples(metric)) is not None:
+            _warn(
+                f"The metric {kind} is computed of the samples of a batch ({axis}), "
+                "and a batch is that of one rank: the result is a mean over ranks, and "
+                "not the result of one process. Compute it of hvd.allgather(y_true) "
+                "and hvd.allgather(y_pred), or of the predictions for all samples."
+            )
+
+
+def _axis_of_samples(metric: keras.Metric) -> str | None:
+    """Return the axes of a metric that is a function of several samples, or None."""
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return None
+    of_batches = (keras.losses.dice, keras.losses.tversky)
+    default = None if metric._fn in of_batches else -1
+    axis = metric._fn_kwargs.get("axis", default)
+    axes = axis if isinstance(axis, list | tuple) else [axis]
+    return f"axis={axis}" if None in axes or 0 in axes else None
 
 
 def reduce_states(
     metrics: Sequence[keras.Metric],
     snapshots: list[list[np.ndarray]],
     *,
+    shares: Sequence[Share] | None = None,
     device: str = "",
     process_set: ProcessSet = global_process_set,
 ) -> list[list[np.ndarray]]:
     """Combine several snapshots of `metrics` over all ranks, in one reduction.
 
     A snapshot is the `local_states` of the `metric_variables`. All ranks have the same
-    metrics and equally many snapshots.
+    metrics and equally many snapshots, and by default values in all of them.
     """
     if not needs_communication(process_set):
         return snapshots
@@ -145,55 +224,77 @@ def reduce_states(
     _check_same_number(variables, process_set)
     if not variables:
         return snapshots
+    every_rank = Share(process_set.rank(), process_set.size())
+    shares = shares or [every_rank] * len(snapshots)
     sent = [
         state
-        for snapshot in snapshots
-        for state in addends(variables, snapshot, process_set)
+        for snapshot, share in zip(snapshots, shares, strict=True)
+        for state in addends(variables, snapshot, share)
     ]
     with tf.device(device):
-        totals = ops.grouped_allreduce(
-            sent, name="MetricStates", op=Sum, process_set=process_set
+        totals = iter(
+            ops.grouped_allreduce(
+                sent, name="MetricStates", op=Sum, process_set=process_set
+            )
         )
-    arrays = iter([total.numpy() for total in totals])
-    # After the reduction: where warnings are errors, the other ranks would block in it.
     if process_set.rank() == 0:
-        _warn_of_other_states(metrics)
+        warn_of_states(metrics)
     return [
-        combined(variables, [next(arrays) for _ in variables], process_set)
-        for _ in snapshots
+        [
+            state.numpy()
+            for state in combined(
+                variables, [next(totals) for _ in variables], share.size
+            )
+        ]
+        for share in shares
     ]
 
 
 def addends(
-    variables: Sequence[keras.Variable],
-    states: list[np.ndarray],
-    process_set: ProcessSet,
-) -> list[np.ndarray]:
-    """Return what this rank adds to the sums from which `combined` computes."""
-    is_first = process_set.rank() == 0
+    variables: Sequence[keras.Variable], states: Sequence[State], share: Share
+) -> list[tf.Tensor]:
+    """Return what a rank adds to the sums from which `combined` computes."""
     return [
-        state
-        if is_first or variable.aggregation != "only_first_replica"
-        else np.zeros_like(state)
+        _addend(_aggregation(variable), tf.convert_to_tensor(state), share)
         for variable, state in zip(variables, states, strict=True)
     ]
 
 
+def _addend(aggregation: str, state: tf.Tensor, share: Share) -> tf.Tensor:
+    if aggregation in _EXTREMES:
+        # A row for each rank: the sum over ranks has all values.
+        rows = [tf.zeros_like(state)] * share.size
+        if share.place is not None:
+            rows[share.place] = state
+        return tf.stack(rows)
+    is_first_alone = aggregation == "only_first_replica"
+    is_added = share.place == 0 if is_first_alone else share.place is not None
+    return state if is_added else tf.zeros_like(state)
+
+
 def combined(
-    variables: Sequence[keras.Variable],
-    totals: list[np.ndarray],
-    process_set: ProcessSet,
-) -> list[np.ndarray]:
-    """Return the states of one process, from sums over the ranks."""
-    size = process_set.size()
+    variables: Sequence[keras.Variable], totals: Sequence[State], size: int
+) -> list[tf.Tensor]:
+    """Return the states of one process, from sums over ranks.
+
+    Args:
+        totals: the sums of `addends`.
+        size: number of ranks with a value.
+    """
     return [
-        (total / size if variable.aggregation == "mean" else total).astype(total.dtype)
+        _combined(_aggregation(variable), tf.convert_to_tensor(total), size)
         for variable, total in zip(variables, totals, strict=True)
     ]
 
 
+def _combined(aggregation: str, total: tf.Tensor, size: int) -> tf.Tensor:
+    if aggregation in _EXTREMES:
+        return _EXTREMES[aggregation](total, axis=0)
+    return tf.cast(total / size, total.dtype) if aggregation == "mean" else total
+
+
 def results(
-    metrics: Sequence[keras.Metric], states: Sequence[np.ndarray]
+    metrics: Sequence[keras.Metric], states: Sequence[State]
 ) -> dict[str, Result]:
     """Return the results of `metrics` in some states, flat, as Keras puts them in logs.
 
@@ -208,6 +309,19 @@ def results(
         # raises.
         built = [metric for metric in metrics if getattr(metric, "built", True)]
         return _flatten({metric.name: metric.result() for metric in built})
+
+
+def names_of_states(metrics: Sequence[keras.Metric]) -> set[str]:
+    """Return the names of results that are variables, not values.
+
+    Keras' `fit` logs the value that such a variable has after the validation.
+    """
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        if getattr(metric, "built", True):
+            result = metric.result()
+            found |= result if isinstance(result, dict) else {metric.name: result}
+    return {name for name, value in found.items() if isinstance(value, keras.Variable)}
 
 
 def is_result(value: Any, name: str, results_by_name: Mapping[str, Result]) -> bool:
@@ -242,6 +356,6 @@ def _flatten(results_by_name: Mapping[str, Any]) -> dict[str, Result]:
         if isinstance(value, dict):
             flat.update(_flatten(value))
             continue
-        value = as_tensorflow(value).numpy()
+        value = tf.convert_to_tensor(as_tensorflow(value)).numpy()
         flat[name] = float(value) if value.ndim == 0 else value
     return flat

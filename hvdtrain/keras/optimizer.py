@@ -7,26 +7,20 @@ them inside one method: no wrapper around the optimizer can reach the point betw
 a hook is composed into the optimizer, at that point.
 """
 
-import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 
 from hvdtrain.collectives.dtypes import Compression
-from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.collectives.process_sets import (
-    ProcessSet,
-    global_process_set,
-    needs_communication,
-)
+from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
 from hvdtrain.collectives.transport import Average, Sum, op_name
 from hvdtrain.keras import compiled_gradients, sharded_models
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, Groups
 from hvdtrain.keras.hook import ReductionHook
+from hvdtrain.keras.loss_reductions import check_computed_losses
 from hvdtrain.keras.multi_optimizer import MultiOptimizerHook
 from hvdtrain.keras.replication import get_hook
-from hvdtrain.keras.seams import replace
 from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import (
     Optimizer,
@@ -85,7 +79,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             multiply after it.
         op: `Average`, or `Sum`, for losses that are sums over samples. Those of
             `add_loss` must be such sums, too. Regularizers are not: with `Sum`,
-            `compute_loss` of a model that has them raises an error.
+            `compute_loss` of a model that has them raises an error. It warns of losses
+            of `compile` that `op` does not fit: see `loss_reductions`.
         backward_passes_per_step: apply once in so many calls, on the accumulated
             gradients: Keras' `gradient_accumulation_steps`.
         average_aggregated_gradients: average these calls' gradients instead of
@@ -138,6 +133,7 @@ def distribute(
     """Hook a reduction with these options into `optimizer`, and return it."""
     _check_optimizer(optimizer)
     compiled_gradients.install()
+    check_computed_losses()
     if options.reduction.op not in (Average, Sum):
         raise ValueError(
             "op must be hvd.Average or hvd.Sum. Received: "
@@ -151,8 +147,6 @@ def distribute(
         hook_class = MultiOptimizerHook
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
-    if options.reduction.op == Sum:
-        refuse_regularizers()
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
     # The hook replaces `build` as well, and must wrap the replacement of the state.
     sharded_state = ShardedState(base, reducer, shard_state) if shard_state else None
@@ -173,59 +167,6 @@ def distribute(
     if base is not optimizer:
         hook.share_finite_check(optimizer)
     return optimizer
-
-
-@functools.cache
-def refuse_regularizers() -> None:
-    """Make `compute_loss` refuse regularizers where op=Sum would multiply their losses.
-
-    The method of the class is replaced: an optimizer has no reference to its model.
-    """
-    compute_loss = keras.Model.compute_loss
-
-    @do_not_convert
-    @functools.wraps(compute_loss)
-    def compute_checked(
-        self: keras.Model,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
-        training: bool = True,
-    ) -> Any:
-        if training:
-            _check_regularizers(self)
-        return compute_loss(self, x, y, y_pred, sample_weight, training)
-
-    replace(keras.Model, "compute_loss", compute_checked, by=refuse_regularizers)
-
-
-def _check_regularizers(model: keras.Model) -> None:
-    hooks = filter(None, map(get_hook, find_optimizers(model)))
-    reductions = [hook.reducer.options.reduction for hook in hooks]
-    is_multiplied = any(
-        reduction.op == Sum and needs_communication(reduction.process_set)
-        for reduction in reductions
-    )
-    if is_multiplied and (names := _regularized(model)):
-        raise ValueError(
-            "op=hvd.Sum would multiply the losses of regularizers by the number of "
-            f"ranks. Received: op=hvd.Sum, and regularizers in {', '.join(names[:3])}. "
-            "Use op=hvd.Average, and multiply losses that are sums over samples by the "
-            "number of ranks: model.compile(loss_weights=[float(hvd.size())], ...), a "
-            "list with one weight for each output."
-        )
-
-
-def _regularized(model: keras.Model) -> list[str]:
-    """Return paths of regularized weights, and names of layers with such outputs.
-
-    Losses of `add_loss` may be sums over samples, which `Sum` combines correctly. Keras
-    divides the loss of an `activity_regularizer` by the number of samples.
-    """
-    weights = [v for v in model.trainable_weights if getattr(v, "regularizer", None)]
-    layers = [x for x in model._flatten_layers() if x.activity_regularizer is not None]
-    return [weight.path for weight in weights] + [layer.name for layer in layers]
 
 
 def configure_compiled_model(model: keras.Model) -> None:

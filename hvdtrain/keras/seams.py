@@ -164,17 +164,22 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         *(Seam(signature, "Under keras.distribution the samples of all ranks count.",
                replaced_by=(_ENABLE,))
           for signature in ("get_metrics_result()", "predict_step(data)")),
+        *(Seam(signature, "Runs functions that were traced under this distribution.",
+               replaced_by=(_ENABLE,))
+          for signature in ("test_on_batch(x, y, sample_weight, ...)",
+                            "predict_on_batch(x)")),
         *(Seam(signature, "Keras makes it again where it is None.")
           for signature in ("test_function(iterator)", "predict_function(data)")),
         Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks."),
         Seam("compute_loss(x, y, y_pred, sample_weight, training)",
-             "Refuses regularizers, whose losses op=hvd.Sum would multiply.",
-             replaced_by=("keras.optimizer.refuse_regularizers",)),
+             "Checks regularizers and losses, which op of an optimizer may not fit.",
+             replaced_by=("keras.loss_reductions.check_computed_losses",)),
         Seam("reset_metrics()", "The states before it are averaged over the ranks.",
              replaced_by=("keras.callbacks.metric_average._KeptStates",)),
         Seam("_initial_epoch", "The epoch where BackupAndRestore starts `fit`."),
         Seam("_compile_config", "The arguments of `compile`, functions as objects."),
         Seam("_compile_metrics", "The container of the metrics of `compile`."),
+        Seam("_compile_loss", "The container of the losses of `compile`."),
         Seam("_loss_tracker", "The mean of the losses, which a train_step updates."),
     ),
     "keras.src.trainers.trainer.Trainer": (
@@ -186,6 +191,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     ),
     "keras.src.trainers.compile_utils.CompileMetrics": (
         Seam("_user_metrics", "The metrics of `compile`, before they are built."),
+    ),
+    "keras.src.trainers.compile_utils.CompileLoss": (
+        Seam("_flat_losses", "The losses of all outputs, with their weights."),
     ),
     "keras.src.backend.tensorflow.distribution_lib": (
         *(Seam(signature, "Keras on TensorFlow has prototypes here.",
@@ -303,6 +311,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_variables",
              "A metric's own states; the public `variables` has those inside, too."),
     ),
+    "keras.metrics.MeanMetricWrapper": (
+        Seam("_fn(y_true, y_pred, ...)", "The function whose results are averaged."),
+        Seam("_fn_kwargs", "Its arguments, such as the axis."),
+    ),
     "keras.metrics.Mean": (
         Seam("update_state(values, sample_weight)",
              "Leaves out a loss that is not finite.",
@@ -323,6 +335,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("dropout(inputs, rate, noise_shape, seed)",
              "A verification leaves it out: masks depend on the size of a batch.",
              replaced_by=("verify.left_out.leave_out_dropout",)),
+    ),
+    "keras.src.backend.common.name_scope": (
+        Seam("current_path()", "The layer whose output has a layout."),
     ),
     "keras.src.backend.common.global_state": (
         Seam("get_global_attribute(name, default, set_to_default)",

@@ -77,7 +77,9 @@ def agree_on_batches(
     weight = train_spec.local_batch_size * replicas.size / sum(local_sizes)
     hook = get_hook(model.optimizer)
     assert hook, "build makes every optimizer distributed"
-    hook.weigh_gradients(weight)
+    # With op=Sum, losses are sums over samples.
+    if hook.reducer.options.reduction.op == hvd.Average:
+        hook.weigh_gradients(weight)
     first = FirstBatch(step=first_step(train_spec), digests=list(digests))
     # The chief's plan: other ranks may have other batches, or no callbacks.
     plan = gather(world, Plan.of(train_spec, global_batch_size=sum(local_sizes)))[0]

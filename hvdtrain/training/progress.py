@@ -19,6 +19,7 @@ from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce
 from hvdtrain.keras.learning_rates import rate_reader
 from hvdtrain.keras.metrics import (
+    Share,
     addends,
     are_sums,
     combined,
@@ -26,6 +27,7 @@ from hvdtrain.keras.metrics import (
     local_states,
     metric_variables,
     results,
+    warn_of_states,
 )
 from hvdtrain.keras.replication import get_process_set
 from hvdtrain.keras.variables import optimizers_inside
@@ -331,6 +333,8 @@ class _RecentMetrics:
     def __init__(self, model: keras.Model, world: World) -> None:
         self._model = model
         self._process_set = get_process_set(model.optimizer) if world.size > 1 else None
+        if self._process_set:
+            self._share = Share(self._process_set.rank(), self._process_set.size())
         self._before: list[np.ndarray] | None = None
 
     def arrays(self, logs: Mapping[str, float]) -> dict[tuple, float | np.ndarray]:
@@ -350,7 +354,7 @@ class _RecentMetrics:
             states = [now - then if is_sum else now for now, then, is_sum in known]
         self._dtypes = [state.dtype for state in states]
         if self._process_set:
-            states = addends(variables, states, self._process_set)
+            states = addends(variables, states, self._share)
         return arrays | {("state", number): s for number, s in enumerate(states)}
 
     def results(self, means: Mapping[object, np.ndarray]) -> dict[str, float]:
@@ -362,8 +366,9 @@ class _RecentMetrics:
         ]
         metrics = self._model.metrics
         if self._process_set:
-            variables = metric_variables(metrics)
-            totals = combined(variables, totals, self._process_set)
+            totals = combined(metric_variables(metrics), totals, size)
+            if self._share.place == 0:
+                warn_of_states(metrics)
         recent = results(metrics, totals)
         return {
             n: float(v) for n, v in recent.items() if means.get((n, "is_result")) == 1

@@ -123,15 +123,15 @@ def _sum_of_losses(evidence: Evidence) -> str:
     if "sum" not in evidence.facts.loss_reductions or "Sum" in evidence.operations:
         return ""
     return (
-        'A loss has reduction="sum", and the mean over ranks is 1 / '
+        'A loss has reduction="sum" or None, and the mean over ranks is 1 / '
         f"{evidence.size} of the sum: pass op=hvd.Sum, or use "
         '"sum_over_batch_size".'
     )
 
 
 def _sum_of_means(evidence: Evidence) -> str:
-    means = {"sum_over_batch_size", "mean"} & {*evidence.facts.loss_reductions}
-    if "Sum" not in evidence.operations or not means:
+    has_mean = "mean" in evidence.facts.loss_reductions
+    if "Sum" not in evidence.operations or not has_mean:
         return ""
     return (
         "Gradients of means over samples are added up by op=hvd.Sum, which makes them "

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import metrics
+from hvdtrain.keras.loss_reductions import find_kind
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.keras.variables import Optimizer, non_local_state
@@ -204,12 +205,13 @@ class StepRecorder:
         states = [files.read("state", rank, step) for rank in ranks] if files else []
         if not states or None in states:
             return None
-        by_variable = zip(*(state.metric_states for state in states), strict=True)
-        variables = metrics.metric_variables(measured)
-        combined = [
-            _combined(variable.aggregation, values)
-            for variable, values in zip(variables, by_variable, strict=True)
+        variables, size = metrics.metric_variables(measured), len(states)
+        sent = [
+            metrics.addends(variables, state.metric_states, metrics.Share(i, size))
+            for i, state in enumerate(states)
         ]
+        totals = [tf.add_n(addends) for addends in zip(*sent, strict=True)]
+        combined = metrics.combined(variables, totals, size)
         return _comparable(metrics.results(measured, combined))
 
     def _values(self, variables: dict[str, Any]) -> dict[str, Any]:
@@ -292,7 +294,7 @@ def _comparable(results: dict[str, Any]) -> dict[str, Any]:
 def _loss_reductions() -> list[str]:
     # The container that `compile` makes of the losses has a reduction of its own.
     return [
-        str(loss.reduction)
+        find_kind(loss.reduction)
         for loss in _instances_of(keras.losses.Loss)
         if type(loss).__name__ != "CompileLoss"
     ]
@@ -341,13 +343,3 @@ def _draws(models: Iterable[keras.Model]) -> Iterator[tuple[str, int]]:
             if variable.path.endswith("seed_generator_state"):
                 # Keras counts in the second number; the first is the seed.
                 yield variable.path, int(variable.numpy()[1])
-
-
-def _combined(aggregation: str, values: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the state of a metric over all ranks, as `keras.metrics` of hvdtrain."""
-    if aggregation == "only_first_replica":
-        return values[0]
-    total = np.sum(values, axis=0)
-    return (total / len(values) if aggregation == "mean" else total).astype(
-        values[0].dtype
-    )

@@ -89,7 +89,7 @@ class Facts:
 
     Attributes:
         reductions: of gradients.
-        loss_reductions: the reductions of all losses of Keras.
+        loss_reductions: of all losses of Keras, as `find_kind` names them.
         local_normalizations: names of layers with moments of the local batch.
         masking_layers: names of layers that make masks.
         regularized_layers: names of layers that add to `model.losses`.

@@ -3,6 +3,7 @@
 Each rank computes the oracle by itself, outside of the distribution.
 """
 
+import contextlib
 import functools
 import pathlib
 import re
@@ -335,10 +336,103 @@ def test_xla_is_disabled(recwarn):
     assert any("XLA is disabled" in str(w.message) for w in recwarn) == (not hvd.rank())
 
 
-def test_data_and_losses_that_cannot_be_dealt_are_errors():
+def distributed_sgd(rate=0.3, **options):
+    return hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
+
+
+AVERAGED, ADDED = [lambda: "sgd", distributed_sgd], lambda: distributed_sgd(op=hvd.Sum)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("makes", "reduction", "message"),
+    [
+        *((AVERAGED, each, "expected a mean over") for each in ("sum", "none", None)),
+        *((AVERAGED, each, None) for each in ("sum_over_batch_size", "mean")),
+        *(([ADDED], each, None) for each in ("sum", "none", None)),
+        *(
+            ([ADDED], each, "expected a sum")
+            for each in ("sum_over_batch_size", "mean")
+        ),
+        ([*AVERAGED, ADDED], "mean_with_sample_weight", "expected another one"),
+    ],
+)
+def test_compile_checks_losses_for_any_optimizer(makes, reduction, message):
+    loss = keras.losses.MeanSquaredError(reduction=reduction, name="squares")
+    for make in makes:
+        with distribution().scope():
+            model = build()
+            if message is None:
+                model.compile(make(), loss)
+                continue
+            text = rf"the loss squares with reduction='?{reduction}'?; {message}"
+            with pytest.raises(JobError, match=text) as error:
+                model.compile(make(), [loss])
+            assert "\n" not in str(error.value)
+
+
+@pytest.mark.ranks
+def test_compile_checks_losses_by_name_and_with_weights():
+    squares = keras.losses.MeanSquaredError(reduction="sum")
     with distribution().scope():
-        with pytest.raises(JobError, match="reduction='sum'; expected a mean"):
-            build().compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
+        with pytest.raises(JobError, match=r"the loss mse .* expected a sum"):
+            build().compile(ADDED(), "mse")
+        # A function of the user may be a sum.
+        build().compile(ADDED(), lambda y_true, y_pred: keras.ops.sum(y_true - y_pred))
+        build().compile(distributed_sgd(), squares, loss_weights=[float(hvd.size())])
+        with pytest.raises(JobError, match="expected a mean"):
+            build().compile(distributed_sgd(), [squares, "mse"], loss_weights=[0.5, 1])
+
+
+@pytest.mark.ranks
+def test_the_optimizer_of_the_user_is_over_the_ranks_of_the_data():
+    alone = hvd.add_process_set([0])
+    with (
+        distribution().scope(),
+        pytest.raises(JobError, match=r"over the ranks \[0\];"),
+    ):
+        build().compile(distributed_sgd(process_set=alone), "mse")
+    hvd.remove_process_set(alone)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("reduction", ["sum", None])
+@pytest.mark.parametrize("is_distribution", [True, False])
+def test_losses_that_are_sums_with_op_sum(reduction, is_distribution):
+    """Weights and logs are those of one process: reduction=None logs the mean."""
+    y = np.arange(1.0, GLOBAL + 1).reshape(-1, 1)
+    x, losses = np.ones_like(y), y**2
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    scope = distribution().scope() if is_distribution else contextlib.nullcontext()
+    with scope:
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), dense])
+        optimizer = distributed_sgd(0.1, op=hvd.Sum)
+        model.compile(optimizer, loss, run_eagerly=True)
+        own = slice(hvd.rank(), None, hvd.size())
+        data = tf.data.Dataset.from_tensor_slices(
+            (x, y) if is_distribution else (x[own], y[own])
+        )
+        callbacks = [] if is_distribution else [hvd.callbacks.MetricAverageCallback()]
+        options = {"shuffle": False, "verbose": 0, "callbacks": callbacks}
+        logs = model.fit(data.batch(GLOBAL), **options).history
+    # The gradient of (w - y)^2 at 0 is -2 y.
+    np.testing.assert_allclose(dense.kernel, [[0.2 * y.sum()]], rtol=1e-6)
+    logged = losses.sum() if reduction == "sum" else losses.mean()
+    np.testing.assert_allclose(logs["loss"], [logged], rtol=1e-6)
+
+
+def test_gradients_of_tables_are_dense_for_an_optimizer_of_the_user():
+    expected = build(is_oracle=True)
+    fit(expected, keras.optimizers.Adam(0.05))
+    with distribution().scope():
+        model = build()
+        fit(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)))
+    assert difference(model.get_weights(), expected.get_weights()) < 1e-12
+
+
+def test_data_that_cannot_be_dealt_are_errors():
+    with distribution().scope():
         model = compile_model(build(), "sgd")
         with pytest.raises(JobError, match="expected global batches"):
             model.fit(batches().unbatch(), verbose=0)

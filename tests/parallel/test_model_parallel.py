@@ -371,3 +371,123 @@ def test_meshes_and_optimizers_that_do_not_fit_are_errors_of_one_line():
             model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
         with pytest.raises(ValueError, match="Use an elementwise optimizer"):
             fit_small(model, keras.optimizers.Lamb())
+
+
+class WithoutMask(keras.Model):
+    """Takes a dict, one of whose inputs may be None; built by its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = keras.layers.Dense(WIDTH, "tanh", dtype="float64", name="up")
+        self.head = keras.layers.Dense(CLASSES, "softmax", dtype="float64")
+
+    def call(self, inputs):
+        x = self.up(inputs["x"])
+        mask = inputs.get("mask")
+        return self.head(x if mask is None else x * mask)
+
+
+def call_all_methods(rows, *, run_eagerly):
+    """Return logs and outputs; `rows` of a batch are passed where a rank passes its."""
+    keras.utils.set_random_seed(4)
+    model = WithoutMask()
+    loss = keras.losses.SparseCategoricalCrossentropy(dtype="float64")
+    model.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        loss,
+        metrics=["accuracy"],
+        weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(name="weighted")],
+        run_eagerly=run_eagerly,
+    )
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(BATCH, 6)), rng.integers(0, CLASSES, BATCH)
+    batch = {"x": x[rows], "mask": None}, y[rows]
+    weights = {"sample_weight": rng.uniform(0.5, 2, BATCH)[rows]}
+    by_class = {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}}
+    logs = [
+        method(*batch, **options, return_dict=True)
+        for method, options in (
+            *((model.train_on_batch, options) for options in ({}, weights, by_class)),
+            *((model.test_on_batch, options) for options in ({}, weights)),
+        )
+    ]
+    data = tf.data.Dataset.from_tensor_slices(({"x": x}, y)).batch(BATCH // 2)
+    options = {"epochs": 4, "initial_epoch": 1, "steps_per_epoch": 2, "verbose": 0}
+    history = model.fit(
+        data.repeat(), validation_data=data, validation_freq=2, **by_class, **options
+    )
+    assert (len(history.history["loss"]), len(history.history["val_loss"])) == (3, 2)
+    with pytest.raises(ValueError, match="validation_split") as error:
+        model.fit(data, validation_split=0.5, verbose=0)
+    assert "\n" not in str(error.value)
+    outputs = model.predict_on_batch(batch[0])
+    return [*logs, history.history], [outputs, *model.get_weights()]
+
+
+@pytest.mark.parametrize(
+    ("make", "is_dealt", "run_eagerly"),
+    [
+        (keras.distribution.DataParallel, True, False),
+        (lambda: distribution(1, {".*up/kernel": (None, "batch")}), True, True),
+        (lambda: distribution(SIZE, {".*up/kernel": (None, "model")}), False, True),
+    ],
+    ids=["data", "batch", "model"],
+)
+def test_methods_of_single_batches_and_arguments_of_fit(make, is_dealt, run_eagerly):
+    everything = slice(None)
+    expected_logs, expected = call_all_methods(everything, run_eagerly=True)
+    part = BATCH // SIZE
+    own = slice(hvd.rank() * part, (hvd.rank() + 1) * part)
+    with make().scope():
+        logs, found = call_all_methods(
+            own if is_dealt else everything, run_eagerly=run_eagerly
+        )
+    for one, other in zip(logs, expected_logs, strict=True):
+        assert set(one) == set(other)
+        for name, value in other.items():
+            np.testing.assert_allclose(one[name], value, rtol=1e-5, err_msg=name)
+    assert difference(found, expected) < 1e-12
+
+
+@pytest.mark.ranks
+def test_a_broadcast_of_the_user_shards_a_model_that_is_not_built(recwarn):
+    data = tf.data.Dataset.from_tensor_slices(
+        ({"x": np.ones((BATCH, 6))}, np.zeros(BATCH))
+    )
+    with distribution(SIZE, {".*up/kernel": (None, "model")}).scope():
+        model = WithoutMask()
+        model.up = keras.Sequential([model.up, keras.layers.BatchNormalization()])
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(data.batch(BATCH), callbacks=[start], verbose=0)
+    kernel = model.up.layers[0].kernel
+    assert math.prod(local_shard(kernel).shape) == math.prod(kernel.shape) // SIZE
+    assert not [w for w in recwarn if "moving statistics" in str(w.message)]
+
+
+class Relayout(keras.layers.Layer):
+    """A layer of a script for JAX."""
+
+    def __init__(self, layout, **options):
+        super().__init__(**options)
+        self.layout = layout
+
+    def call(self, inputs):
+        return keras.distribution.distribute_tensor(inputs, self.layout)
+
+
+def test_layouts_of_activations_are_named_once(recwarn):
+    parallel = distribution(SIZE, {".*up/output": (None, "model")})
+    layout = keras.distribution.TensorLayout((None, "model"), parallel.device_mesh)
+    with parallel.scope():
+        up = keras.layers.Dense(4, name="up")
+        model = keras.Sequential([up, Relayout(layout, name="relayout")])
+        for _ in range(2):
+            model(np.ones((2, 3), "float32"))
+    texts = [str(w.message) for w in recwarn if "no effect" in str(w.message)]
+    assert len(texts) == (2 if hvd.rank() == 0 and SIZE > 1 else 0)
+    if texts:
+        assert "(None, 'model') by the layout map for " in texts[0]
+        assert "up/output'" in texts[0]
+        assert "by keras.distribution.distribute_tensor in " in texts[1]
+        assert "relayout'" in texts[1]

@@ -16,7 +16,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
-from hvdtrain.keras import moving_statistics
+from hvdtrain.keras import loss_reductions, moving_statistics
 from hvdtrain.keras.variables import is_distributed
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -106,9 +106,17 @@ def test_local_batches_of_unequal_size():
 
 
 @two_ranks
-@pytest.mark.parametrize(("op", "found"), [(hvd.Average, 1.8), (hvd.Sum, 3.6)])
-def test_loss_that_is_a_sum(op, found):
-    check(updates(op=op, reduction="sum"), [found, 3.6])
+@pytest.mark.parametrize(
+    ("op", "reduction", "found"),
+    [(hvd.Average, "sum", 1.8), (hvd.Average, None, 1.8), (hvd.Sum, "sum", 3.6)],
+)
+def test_loss_that_is_a_sum(op, reduction, found, recwarn):
+    loss_reductions._warn.cache_clear()
+    check(updates(op=op, reduction=reduction), [found, 3.6])
+    texts = [str(warning.message) for warning in recwarn]
+    text = f"with reduction={reduction!r}; expected a mean over samples"
+    count = len([each for each in texts if text in each])
+    assert count == (op == hvd.Average and RANK == 0)
 
 
 class AddLoss(keras.layers.Layer):

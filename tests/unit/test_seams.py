@@ -81,6 +81,7 @@ def instances():
         "keras.Model": model,
         "keras.src.models.functional.Functional": model,
         "keras.src.trainers.compile_utils.CompileMetrics": model._compile_metrics,
+        "keras.src.trainers.compile_utils.CompileLoss": model._compile_loss,
         "keras.Sequential": sequential,
         "keras.layers.Layer": model.layers[-1],
         "keras.layers.BatchNormalization": normalization,
@@ -91,6 +92,7 @@ def instances():
         "keras.Variable": model.weights[0],
         "keras.KerasTensor": masked,
         "keras.metrics.Metric": keras.metrics.Mean(),
+        "keras.metrics.MeanMetricWrapper": keras.metrics.PearsonCorrelation(),
     }
     if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
         schedule_free = keras.optimizers.ScheduleFreeAdamW()

@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
@@ -109,6 +109,8 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
+        # Shards a model that is built, under `keras.distribution`.
+        self.prepare: Callable[[keras.Model], None] | None = None
         self._is_first_epoch = False
         self._local_keys: set[object] = set()
         if isinstance(local_variables, keras.Variable | tf.Variable):
@@ -193,6 +195,8 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
 
     def _broadcast(self) -> None:
         model, optimizer = self.model, self.model.optimizer
+        if self.prepare:
+            self.prepare(model)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         hook = get_hook(optimizer)
@@ -231,7 +235,8 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         process_set = get_process_set(optimizer)
         # A rank outside of the set has no rank in it.
         is_alone = not needs_communication(process_set)
-        if is_alone or _AVERAGING in fit_start.shared_callbacks(self):
+        # `keras.distribution` makes them equal on all ranks.
+        if is_alone or self.prepare or _AVERAGING in fit_start.shared_callbacks(self):
             return
         if process_set.rank() != 0:
             return

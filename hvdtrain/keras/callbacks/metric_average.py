@@ -13,9 +13,11 @@ from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.callbacks.fit_start import SharedCallback
 from hvdtrain.keras.metrics import (
+    Share,
     is_result,
     local_states,
     metric_variables,
+    names_of_states,
     reduce_states,
     results,
 )
@@ -143,8 +145,12 @@ class MetricAverageCallback(SharedCallback):
         self, logs: dict, states: dict[str, list[np.ndarray]]
     ) -> dict[str, Any]:
         local_results = self._results(states)
+        states_by_name = names_of_states(self.model.metrics)
         entries = {
-            key: (value, is_result(value, key, local_results))
+            key: (
+                value,
+                key in states_by_name or is_result(value, key, local_results),
+            )
             for key, value in logs.items()
         }
         # Ranks may have different keys, and a collective for a key that only some of
@@ -153,12 +159,17 @@ class MetricAverageCallback(SharedCallback):
         reports = allgather_object(
             _Report(list(states), entries), name="MetricLogs", process_set=process_set
         )
-        if any("val_" in report.prefixes for report in reports):
-            # Zeros add nothing to the states of ranks that have validated.
-            states.setdefault("val_", [np.zeros_like(s) for s in states[""]])
+        validated = [i for i, each in enumerate(reports) if "val_" in each.prefixes]
+        shares = [Share(process_set.rank(), len(reports))]
+        if validated:
+            # The states of ranks that have not validated are not counted.
+            states.setdefault("val_", states[""])
+            index = _position(process_set.rank(), validated)
+            shares.append(Share(index, len(validated)))
         reduced = reduce_states(
             self.model.metrics,
             list(states.values()),
+            shares=shares,
             device=self._device,
             process_set=process_set,
         )
@@ -171,6 +182,10 @@ class MetricAverageCallback(SharedCallback):
             for prefix, snapshot in states.items()
             for name, value in results(self.model.metrics, snapshot).items()
         }
+
+
+def _position(rank: int, ranks: Sequence[int]) -> int | None:
+    return ranks.index(rank) if rank in ranks else None
 
 
 def _count_results(logs: dict, found: Mapping[str, Any]) -> int:

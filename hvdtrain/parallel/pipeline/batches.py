@@ -6,8 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# With these, the loss of a batch is the weighted mean of the losses of micro-batches.
-_REDUCTIONS = ("sum_over_batch_size", "mean")
+from hvdtrain.keras.loss_reductions import MEANS
 
 
 def count_samples(x: tf.Tensor) -> tf.Tensor:
@@ -61,10 +60,11 @@ def weight_loss(
 
 def check_loss(loss: Any) -> None:
     """Raise a ValueError for a loss that is no mean over the samples of a batch."""
-    reduction = getattr(loss, "reduction", _REDUCTIONS[0])
-    if reduction not in _REDUCTIONS:
+    reduction = getattr(loss, "reduction", MEANS[0])
+    if reduction not in MEANS:
+        # The loss of a batch is the weighted mean of the losses of micro-batches.
         raise ValueError(
-            f"A pipeline needs a loss with one of the reductions {_REDUCTIONS}. "
+            f"A pipeline needs a loss with one of the reductions {MEANS}. "
             f"Received: {loss!r} with reduction={reduction!r}."
         )
     # Keras 3.16 has it in the config only.
