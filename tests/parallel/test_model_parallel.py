@@ -449,22 +449,6 @@ def test_methods_of_single_batches_and_arguments_of_fit(make, is_dealt, run_eage
     assert difference(found, expected) < 1e-12
 
 
-@pytest.mark.ranks
-def test_a_broadcast_of_the_user_shards_a_model_that_is_not_built(recwarn):
-    data = tf.data.Dataset.from_tensor_slices(
-        ({"x": np.ones((BATCH, 6))}, np.zeros(BATCH))
-    )
-    with distribution(SIZE, {".*up/kernel": (None, "model")}).scope():
-        model = WithoutMask()
-        model.up = keras.Sequential([model.up, keras.layers.BatchNormalization()])
-        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
-        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        model.fit(data.batch(BATCH), callbacks=[start], verbose=0)
-    kernel = model.up.layers[0].kernel
-    assert math.prod(local_shard(kernel).shape) == math.prod(kernel.shape) // SIZE
-    assert not [w for w in recwarn if "moving statistics" in str(w.message)]
-
-
 class Relayout(keras.layers.Layer):
     """A layer of a script for JAX."""
 
@@ -486,8 +470,6 @@ def test_layouts_of_activations_are_named_once(recwarn):
             model(np.ones((2, 3), "float32"))
     texts = [str(w.message) for w in recwarn if "no effect" in str(w.message)]
     assert len(texts) == (2 if hvd.rank() == 0 and SIZE > 1 else 0)
-    if texts:
-        assert "(None, 'model') by the layout map for " in texts[0]
-        assert "up/output'" in texts[0]
-        assert "by keras.distribution.distribute_tensor in " in texts[1]
-        assert "relayout'" in texts[1]
+    for text in texts:
+        by_rule = "by the layout map for " in text and "up/output'" in text
+        assert by_rule or "distribute_tensor in 'sequential" in text
