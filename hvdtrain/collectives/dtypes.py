@@ -1,6 +1,6 @@
 """Which dtypes Horovod's operations can move and reduce, and how others are carried."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -34,6 +34,7 @@ _SCATTERABLE = (
     *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
 )
 _REDUCIBLE = (tf.uint8, tf.int8, *_SCATTERABLE)
+_ADASUM = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 class BF16Compressor(hvd.compression.Compressor):
@@ -132,13 +133,32 @@ def from_carrier(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(tensor, dtype) if dtype in _CARRIERS else tensor
 
 
-def scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Return `tensor * factor` in the dtype of `tensor`."""
-    if factor == 1.0:
+def map_values(
+    function: Callable[[tf.Tensor], tf.Tensor], value: tf.Tensor | tf.IndexedSlices
+) -> tf.Tensor | tf.IndexedSlices:
+    """Return a dense or sparse tensor with a function applied to its values."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            function(value.values), value.indices, value.dense_shape
+        )
+    return function(value)
+
+
+def scaled(
+    tensor: tf.Tensor, factor: float, divisor: tf.Tensor | None = None
+) -> tf.Tensor:
+    """Return `tensor * factor / divisor` in the dtype of `tensor`.
+
+    Integers are scaled in float64 and truncated, 16-bit floats in float32: a loss scale
+    overflows float16 although the product does not.
+    """
+    if factor != 1.0:
+        check_reducible(tensor)
+    elif divisor is None:
         return tensor
-    # A loss scale overflows float16 although the product does not.
-    wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor
-    return tf.cast(wide * factor, tensor.dtype)
+    is_short = tensor.dtype.is_floating and tensor.dtype.size <= 4
+    wide = tf.cast(tensor, tf.float32 if is_short else tf.float64) * factor
+    return tf.cast(wide if divisor is None else wide / divisor, tensor.dtype)
 
 
 def split_bytes(content: tf.Tensor, lengths: tf.Tensor) -> list[bytes]:
@@ -164,6 +184,11 @@ def check_reducible(tensor: tf.Tensor) -> None:
 def check_scatterable(tensor: tf.Tensor) -> None:
     """Raise a TypeError unless a reducescatter supports `tensor`'s dtype."""
     _check_dtype(tensor, _SCATTERABLE, "be reduced and scattered over ranks")
+
+
+def check_adasum(tensor: tf.Tensor) -> None:
+    """Raise a TypeError unless Adasum supports `tensor`'s dtype."""
+    _check_dtype(tensor, _ADASUM, "be reduced with op=hvd.Adasum")
 
 
 def _check_dtype(

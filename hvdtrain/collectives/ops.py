@@ -59,8 +59,11 @@ def allreduce(
         name: name of the operation. Ranks are matched by it inside a `tf.function`,
             and by the order of their calls outside.
         average: Horovod's deprecated switch between Average and Sum; use `op`.
-        prescale_factor: multiplies the input before the reduction.
-        postscale_factor: multiplies the result.
+        prescale_factor: number by which the input is multiplied: float64 in float64,
+            other floating point dtypes in float32, and integers in float64, after which
+            they are truncated.
+        postscale_factor: number by which the result is multiplied, in the same way. A
+            mean of integers is truncated once, after the multiplication.
         op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         compression: dtype on the wire: `Compression.none`, `fp16` or `bf16`.
         device_dense: device of the reduction of a tensor; "" is the default.
@@ -73,9 +76,11 @@ def allreduce(
         every rank.
 
     Raises:
-        TypeError: for a dtype that cannot be reduced.
+        TypeError: for a dtype that cannot be reduced, or a factor that is no number.
+        ValueError: for an `op` that is none of these, and for `Adasum` over a process
+            set, under Gloo, or over a number of ranks that is no power of two.
         tensorflow.errors.FailedPreconditionError: on every rank, if shapes, dtypes,
-            kinds (dense or sparse) or `op` differ between ranks.
+            kinds (dense or sparse), factors or `op` differ between ranks.
     """
     op = hvd.handle_average_backwards_compatibility(op, average)
     reduction = Reduction.from_arguments(locals())
@@ -338,22 +343,21 @@ def grouped_reducescatter(
     @tf.custom_gradient
     def scatter(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Gradient]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            sent, contexts = reduction.prepare(upstream)
             gathered = transport.allgather(
-                upstream, name=_gradient_name(name), process_set=process_set
+                sent, name=_gradient_name(name), process_set=process_set
             )
-            divisor = size_of(process_set, tf.float64) if op == Average else 1.0
-            return [
-                total * tf.cast(reduction.factor / divisor, total.dtype)
-                for total in gathered
-            ]
+            totals = reduction.finish(gathered, contexts)
+            if op == Sum:
+                return totals
+            return [total / size_of(process_set, total.dtype) for total in totals]
 
         shares = transport.reducescatter(
             inputs, reduction, name=name or "Reducescatter"
         )
         return shares, gradient
 
-    sent, contexts = zip(*map(compression.compress, as_tensors(tensors)), strict=True)
-    return list(map(compression.decompress, scatter(*sent), contexts))
+    return scatter(*as_tensors(tensors))
 
 
 @do_not_convert

@@ -4,14 +4,14 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import graph, ops, transport
-from hvdtrain.collectives.dtypes import as_tensorflow
+from hvdtrain.collectives.dtypes import as_tensorflow, map_values
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
     is_elastic,
@@ -232,17 +232,6 @@ class GradientReducer:
         scaled = map_values(lambda values: values / size, gradient)
         scaled._reduced_over = self.process_set.process_set_id
         return scaled
-
-
-def map_values(
-    function: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient
-) -> Gradient:
-    """Return a dense or sparse gradient with a function applied to its values."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            function(gradient.values), gradient.indices, gradient.dense_shape
-        )
-    return function(gradient)
 
 
 def update_rows_once(variable: keras.Variable) -> None:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.collectives.dtypes import local_shard, mark_internal
+from hvdtrain.collectives.dtypes import local_shard, map_values, mark_internal
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
@@ -25,7 +25,6 @@ from hvdtrain.keras.consistency import (
 from hvdtrain.keras.gradients import (
     Gradient,
     GradientReducer,
-    map_values,
     sum_duplicate_rows,
 )
 from hvdtrain.keras.seams import replace

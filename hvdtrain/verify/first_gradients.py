@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.dtypes import map_values
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.keras.gradients import map_values
 from hvdtrain.keras.seams import replace
 from hvdtrain.verify.variable_names import VariableNames
 

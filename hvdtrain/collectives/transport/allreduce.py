@@ -42,6 +42,8 @@ def method(bucket: list[tf.Tensor], reduction: Reduction) -> Method:
     """
     if native_reduction.covers(bucket[0], reduction):
         return _reduce_natively
+    if reduction.op == Adasum:
+        dtypes.check_adasum(bucket[0])
     if bucket[0].dtype == tf.bfloat16:
         is_added = reduction.op in (Average, Sum)
         # The exchange in bfloat16 needs the number of ranks at trace time.
@@ -53,9 +55,7 @@ def method(bucket: list[tf.Tensor], reduction: Reduction) -> Method:
 def _reduce_natively(
     tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
 ) -> list[tf.Tensor]:
-    sent = [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
-    reduced = native_reduction.allreduce(sent, name=name, reduction=reduction)
-    return [dtypes.scaled(tensor, reduction.postscale_factor) for tensor in reduced]
+    return native_reduction.allreduce(tensors, name=name, reduction=reduction)
 
 
 def _reduce(
@@ -85,7 +85,7 @@ def _reduce_flat(
 ) -> list[tf.Tensor]:
     """Reduce the concatenation of all tensors."""
     dtype = tensors[0].dtype
-    flattened = [tf.reshape(tensor, [-1]) for tensor in _prescaled(tensors, reduction)]
+    flattened = [tf.reshape(tensor, [-1]) for tensor in tensors]
     # The count of ranks at the end: a slice from the start shares the buffer.
     flat = tf.concat([*flattened, tf.ones([1], dtype)], axis=0)
     total, _ = mpi_ops._grouped_allreduce(
@@ -104,7 +104,7 @@ def _reduce_group(
     with tf.control_dependencies(agreed):
         one = graph.block_constant_folding(tf.ones([1], dtype))
         count, *totals = mpi_ops._grouped_allreduce(
-            [one, *_prescaled(tensors, reduction)],
+            [one, *tensors],
             **_options(reduction, dtype, f"{name}_tensors"),
         )
     return [_averaged(total, count[0], reduction) for total in totals]
@@ -115,38 +115,23 @@ def _counts_ranks(reduction: Reduction, dtype: tf.DType) -> bool:
     # ranks. So every rank adds a one as well, and the sum is divided by the sum of the
     # ones. Only the global process set can be joined.
     is_global = reduction.process_set.process_set_id == 0
-    return reduction.op == Average and is_global and dtype.is_floating
+    return is_global and reduction.operation(dtype) == Average
 
 
 def _options(reduction: Reduction, dtype: tf.DType, name: str) -> dict[str, Any]:
     # Ranks are matched by the operation's own name: a name scope that is open on one
     # rank only must not be part of it.
-    options = {
+    counts_ranks = _counts_ranks(reduction, dtype)
+    return {
         "name": name,
+        "op": Sum if counts_ranks else reduction.operation(dtype),
         "process_set": reduction.process_set,
         "ignore_name_scope": True,
     }
-    if _counts_ranks(reduction, dtype):
-        return {**options, "op": Sum}
-    return {
-        **options,
-        "op": reduction.op,
-        "prescale_factor": reduction.prescale_factor,
-        "postscale_factor": reduction.postscale_factor,
-    }
-
-
-def _prescaled(tensors: list[tf.Tensor], reduction: Reduction) -> list[tf.Tensor]:
-    # Horovod would scale the count of ranks as well.
-    if not _counts_ranks(reduction, tensors[0].dtype):
-        return tensors
-    return [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
 
 
 def _averaged(total: tf.Tensor, count: tf.Tensor, reduction: Reduction) -> tf.Tensor:
-    if not _counts_ranks(reduction, total.dtype):
-        return total
-    return dtypes.scaled(total / count, reduction.postscale_factor)
+    return total / count if _counts_ranks(reduction, total.dtype) else total
 
 
 def _split_like(tensors: list[tf.Tensor], flat: tf.Tensor) -> list[tf.Tensor]:
@@ -204,8 +189,8 @@ def _add_bfloat16(
             **options,
         )
     shares = tf.cast(dtypes.from_carrier(shares, tf.bfloat16), tf.float32)
-    total = tf.reduce_sum(shares * reduction.prescale_factor, axis=0)
-    total *= reduction.postscale_factor / (ranks if reduction.op == Average else 1)
+    total = tf.reduce_sum(shares, axis=0)
+    total = total / ranks if reduction.op == Average else total
     sums = dtypes.to_carrier(tf.cast(total, tf.bfloat16))
     gathered = mpi_ops.allgather(sums, name=f"{name}_sums", **options)
     return _split_like(tensors, dtypes.from_carrier(gathered, tf.bfloat16)[:length])
@@ -247,7 +232,7 @@ def allreduce(
     values = [_as_dense_or_slices(value) for value in values]
     name = graph.operation_name(name or "Allreduce", reduction.process_set)
     signature = Signature(reduction.describe(), values)
-    sent, contexts = zip(*(_compress(v, reduction) for v in values), strict=True)
+    sent, contexts = reduction.prepare(values)
     buckets = dtypes.buckets(sent)
     # Horovod's first operation holds a guard. A native reduction compares its bucket,
     # and not the number of buckets.
@@ -261,10 +246,7 @@ def allreduce(
         process_set=reduction.process_set,
         is_compared=is_compared,
     )
-    return [
-        result if _is_slices(result) else reduction.compression.decompress(result, c)
-        for result, c in zip(reduced, contexts, strict=True)
-    ]
+    return reduction.finish(reduced, contexts)
 
 
 def _reduce_buckets(
@@ -308,13 +290,6 @@ def _as_dense_or_slices(value: TensorLike) -> tf.Tensor | tf.IndexedSlices:
     return tf.IndexedSlices(values, indices, value.dense_shape)
 
 
-def _compress(
-    value: tf.Tensor | tf.IndexedSlices, reduction: Reduction
-) -> tuple[tf.Tensor | tf.IndexedSlices, Any]:
-    # Horovod compresses dense tensors only, too.
-    return (value, None) if _is_slices(value) else reduction.compression.compress(value)
-
-
 def _check_op_of_slices(reduction: Reduction) -> None:
     if reduction.op not in (Average, Sum):
         raise NotImplementedError(
@@ -340,8 +315,7 @@ def _allgather_slices(
         indices = moving.gather_groups(
             [s.indices for s in slices], f"{name}_indices", process_set
         )
-    values = [dtypes.scaled(v, reduction.factor) for v in values]
-    if reduction.op == Average:
+    if reduction.operation(values[0].dtype) == Average:
         values = [v / size_of(process_set, v.dtype) for v in values]
     return [
         tf.IndexedSlices(v, i, dense_shape=s.dense_shape)

@@ -65,8 +65,7 @@ def reduce_to_shards(
 
     `sizes` are as in `gather_shards`; the tensors have equal shapes on all ranks.
     """
-    compressed = [reduction.compression.compress(tensor) for tensor in tensors]
-    sent = [tensor for tensor, _ in compressed]
+    sent, contexts = reduction.prepare(tensors)
     results: list[tf.Tensor] = [None] * len(sent)
     for indices in dtypes.buckets(sent):
         bucket = [sent[i] for i in indices]
@@ -74,8 +73,8 @@ def reduce_to_shards(
         exchange = _scatter_natively if is_native else _scatter_flat
         shards = exchange(bucket, [sizes[i] for i in indices], reduction, name=name)
         for i, shard in zip(indices, shards, strict=True):
-            results[i] = reduction.compression.decompress(shard, compressed[i][1])
-    return results
+            results[i] = shard
+    return reduction.finish(results, contexts)
 
 
 def _scatter_natively(
@@ -85,12 +84,10 @@ def _scatter_natively(
     *,
     name: str,
 ) -> list[tf.Tensor]:
-    scaled = [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
     exchange = functools.partial(
-        native_reduction.reducescatter, scaled, sizes, reduction=reduction
+        native_reduction.reducescatter, tensors, sizes, reduction=reduction
     )
-    shards = _run_natively(exchange, tensors, name, reduction.process_set)
-    return [dtypes.scaled(shard, reduction.postscale_factor) for shard in shards]
+    return _run_natively(exchange, tensors, name, reduction.process_set)
 
 
 def _gather_natively(
@@ -171,7 +168,7 @@ def _scatter_flat(
         blocks += [shards[rank] for shards in split]
         blocks.append(tf.zeros([length - sum(counts)], tensors[0].dtype))
     sent = tf.concat(blocks, axis=0)
-    (block,) = moving.reducescatter([sent], reduction, name=name)
+    (block,) = moving.reduce_rows([sent], reduction, name=name)
     block.set_shape([length])
     counts = sizes_by_rank[reduction.process_set.rank()]
     return tf.split(block, [*counts, length - sum(counts)])[:-1]

@@ -125,6 +125,14 @@ def reducescatter(
     tensors: Sequence[tf.Tensor], reduction: Reduction, *, name: str
 ) -> list[tf.Tensor]:
     """Reduce a list of tensors and return this rank's share of the rows of each."""
+    sent, contexts = reduction.prepare(tensors)
+    return reduction.finish(reduce_rows(sent, reduction, name=name), contexts)
+
+
+def reduce_rows(
+    tensors: Sequence[tf.Tensor], reduction: Reduction, *, name: str
+) -> list[tf.Tensor]:
+    """Reduce and scatter tensors that `Reduction.prepare` has returned."""
     process_set = reduction.process_set
     name = graph.operation_name(name, process_set)
     signature = Signature(f"reducescatter, {reduction.describe()}", tensors)
@@ -363,9 +371,7 @@ def _reducescatter(
             share = mpi_ops._reducescatter(
                 graph.block_constant_folding(wide),
                 name=f"{name}_{i}",
-                op=reduction.op,
-                prescale_factor=reduction.prescale_factor,
-                postscale_factor=reduction.postscale_factor,
+                op=reduction.operation(tensor.dtype),
                 process_set=reduction.process_set,
                 ignore_name_scope=True,
             )

@@ -42,16 +42,14 @@ def takes_part(process_set: ProcessSet) -> bool:
 
 def covers(tensor: tf.Tensor, reduction: Reduction) -> bool:
     """Return whether tensors of this dtype are reduced natively."""
-    if reduction.op not in (Average, Sum) or tensor.dtype not in _DTYPES:
-        return False
-    is_mean_of_integers = reduction.op == Average and not tensor.dtype.is_floating
-    return not is_mean_of_integers and takes_part(reduction.process_set)
+    is_sum = reduction.op in (Average, Sum)
+    return is_sum and tensor.dtype in _DTYPES and takes_part(reduction.process_set)
 
 
 def allreduce(
     tensors: Sequence[tf.Tensor], *, name: str, reduction: Reduction
 ) -> list[tf.Tensor]:
-    """Add or average tensors of one dtype, which `covers` has accepted.
+    """Reduce tensors of one dtype, which `covers` has accepted.
 
     The operation compares names, dtypes and shapes of all ranks in every step. If they
     differ, it fails on every rank, and the error holds what each has sent.
@@ -59,7 +57,7 @@ def allreduce(
     return _operations().hvdtrain_allreduce(
         inputs=tensors,
         token=graph.order_token().handle,
-        mean=reduction.op == Average,
+        mean=reduction.operation(tensors[0].dtype) == Average,
         collective=_name(name, "allreduce"),
         description=reduction.describe(),
     )
@@ -80,7 +78,7 @@ def reducescatter(
     return _operations().hvdtrain_reducescatter(
         inputs=tensors,
         token=graph.order_token().handle,
-        mean=reduction.op == Average,
+        mean=reduction.operation(tensors[0].dtype) == Average,
         starts=[sum(size_by_rank[:rank]) for size_by_rank in sizes],
         sizes=[size_by_rank[rank] for size_by_rank in sizes],
         collective=_name(name, "reducescatter"),
