@@ -420,7 +420,7 @@ def test_factors_that_are_no_numbers_are_an_error():
 def test_adasum_is_an_error_where_it_would_block_or_end_the_process():
     sets = [hvd.add_process_set([rank]) for rank in range(SIZE) if SIZE > 1]
     everyone = hvd.global_process_set
-    refused = [(each, "process_set=") for each in sets]
+    refused = [(each, f"a process set of ranks {each.ranks}") for each in sets]
     if not hvd.mpi_enabled():
         refused.append((everyone, "a job that was started with Gloo"))
     elif SIZE & (SIZE - 1):

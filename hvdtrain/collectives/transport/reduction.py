@@ -153,7 +153,7 @@ def _check_op(op: object, process_set: ProcessSet) -> None:
 def _check_adasum(process_set: ProcessSet) -> None:
     # Horovod blocks over another set, and MPI aborts for another number of ranks.
     if process_set.process_set_id != 0:
-        received = f"process_set={process_set}"
+        received = f"a process set of ranks {process_set.ranks}"
     elif not hvd.mpi_enabled():
         received = "a job that was started with Gloo"
     elif hvd.size() & (hvd.size() - 1):
