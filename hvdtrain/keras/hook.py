@@ -200,6 +200,11 @@ class ReductionHook:
         """The ranks that train."""
         return global_process_set if self.mesh else self.reducer.process_set
 
+    @property
+    def has_shared_replicas(self) -> bool:
+        """Whether several ranks compute one replica of the model, layer by layer."""
+        return self.mesh is not None and self.mesh.model.size > 1
+
     def axes(self, root_rank: int | None = None) -> list[tuple[ProcessSet, int]]:
         """Return process sets that replicate variables, and the root rank in each.
 

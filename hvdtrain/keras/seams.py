@@ -347,7 +347,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "A second pass of a layer has the arguments and dtype of the first one."),
     ),
     "keras.src.random.seed_generator": (
-        Seam("global_seed_generator()", "Makes this generator, to restore its state."),
+        Seam("global_seed_generator()",
+             "Makes this generator, to restore its state or to set it by rank."),
         Seam("draw_seed(seed)",
              "The seed of Keras' random functions: a shard continues the full draw."),
     ),

@@ -1,14 +1,17 @@
 """The seeds of random layers, which ranks must not share.
 
 The state of a `keras.random.SeedGenerator` is a variable of the layer: its seed, and a
-counter of draws. Ranks that hold equal states drop the same units.
+counter of draws. Ranks that hold equal states drop the same units. Functions of
+`keras.random` that get no seed draw from one generator of Keras, which no model has.
 """
 
+import random
 from collections.abc import Iterable, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.random import seed_generator
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import (
@@ -32,11 +35,23 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return [variable for variable in model.variables if is_seed_state(variable)]
 
 
+def global_seed_state() -> keras.Variable:
+    """Return the state of the generator of `keras.random`, for calls without a seed."""
+    # Keras draws its seed from this generator, which may also shuffle samples.
+    before = random.getstate()
+    try:
+        return seed_generator.global_seed_generator().state
+    finally:
+        random.setstate(before)
+
+
 def separate_seeds(
     states: Iterable[keras.Variable | tf.Variable],
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Make the seeds of random layers different on ranks that have equal ones.
+
+    So is the seed of Keras' own generator.
 
     Ranks that are seeded alike (`keras.utils.set_random_seed(1)` everywhere) would
     drop the same units for all of the global batch. All ranks' seeds are gathered; a
@@ -51,11 +66,10 @@ def separate_seeds(
         states: what `seed_states` returns, in the same order on every rank.
         process_set: the ranks that draw different numbers.
     """
-    states = list(states)
-    if states and needs_communication(process_set):
+    if needs_communication(process_set):
         # Now, also where a graph is being traced.
         with tf.init_scope():
-            _separate(states, process_set)
+            _separate([*states, global_seed_state()], process_set)
 
 
 def _separate(

@@ -228,6 +228,87 @@ def test_ranks_of_one_replica_draw_the_same_masks():
     assert difference(model.get_weights(), expected.get_weights()) < 1e-6
 
 
+RECORDED = []
+
+
+@keras.saving.register_keras_serializable()
+class Recorded(keras.layers.Layer):
+    """Appends its input to the list, in an eager step."""
+
+    def call(self, inputs):
+        if tf.executing_eagerly():
+            RECORDED.append(inputs.numpy().tobytes())
+        return inputs
+
+
+@keras.saving.register_keras_serializable()
+class Noise(keras.layers.Layer):
+    """Adds numbers of a generator, or of the one of `keras.random`."""
+
+    def __init__(self, seed=None, **options):
+        super().__init__(**options)
+        self.seed = seed
+
+    def get_config(self):
+        return {**super().get_config(), "seed": self.seed}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**keras.saving.deserialize_keras_object(config))
+
+    def call(self, inputs):
+        shape = keras.ops.shape(inputs)
+        return inputs + keras.random.uniform(shape, seed=self.seed)
+
+
+def random_model():
+    shared = keras.random.SeedGenerator(1337)
+    layers = [
+        keras.layers.Dropout(0.5),
+        keras.layers.GaussianNoise(0.1),
+        keras.layers.Dropout(0.5, seed=3),
+        *(Noise(shared), Noise(shared), Noise()),
+    ]
+    recorded = [each for layer in layers for each in (layer, Recorded())]
+    return small(dense(12, "up"), *recorded)
+
+
+def draws_by_rank(model):
+    """What each rank has drawn in each of two steps."""
+    data = tf.data.Dataset.from_tensors((np.ones((BATCH, 6)), np.ones((BATCH, 3))))
+    RECORDED.clear()
+    model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+    model.fit(data.repeat(2), verbose=0)
+    return hvd.allgather_object(RECORDED, name="draws")
+
+
+@pytest.mark.four_ranks
+@pytest.mark.parametrize(
+    ("model_ranks", "layouts"),
+    [*((ranks, COLUMNS) for ranks in MODEL_RANKS), (SIZE, {"none": (None,)})],
+)
+def test_replicas_draw_different_numbers_and_their_ranks_the_same(
+    model_ranks, layouts, tmp_path
+):
+    path = hvd.broadcast_object(str(tmp_path / "random.keras"), name="path")
+    # Ranks of a replica must be seeded alike: these are not.
+    keras.utils.set_random_seed(hvd.rank())
+    with distribution(model_ranks, layouts).scope():
+        model = random_model()
+        by_rank = draws_by_rank(model)
+        if model_ranks > 1 or hvd.rank() == 0:
+            model.save(path)
+        hvd.allgather_object(None, name="saved")
+        loaded = draws_by_rank(keras.models.load_model(path))
+    for found in (by_rank, loaded):
+        for rank, draws in enumerate(found):
+            # Those of six layers, in two steps.
+            assert len(set(draws)) == len(draws) == 12
+            assert draws == found[rank // model_ranks * model_ranks]
+        replicas = found[::model_ranks]
+        assert all(len(set(same)) == len(same) for same in zip(*replicas, strict=True))
+
+
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_model_that_is_built_late_or_outside_is_sharded_in_its_first_step(is_late):
     expected = fit_small(small(dense(12, "up")))

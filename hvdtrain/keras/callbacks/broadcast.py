@@ -34,7 +34,7 @@ from hvdtrain.keras.replication import (
     non_local_variables,
     replicated_by_process_set,
 )
-from hvdtrain.keras.seeds import seed_states, separate_seeds
+from hvdtrain.keras.seeds import global_seed_state, seed_states, separate_seeds
 from hvdtrain.keras.variables import Variable, variable_key
 from hvdtrain.sharding.shards import is_sharded
 
@@ -206,9 +206,9 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
             _, root = hook.axes(self.root_rank)[-1]
             copies_weights = sharded_state.agree_on_start(root, hook.all_ranks)
         variables = non_local_variables(model, local_keys=self._local_keys)
-        if is_sharded(model.variables):
+        if is_sharded(model.variables) or (hook and hook.has_shared_replicas):
             # The ranks of a replica need equal seeds: its first rank's.
-            variables += seed_states(model)
+            variables += [*seed_states(model), global_seed_state()]
         groups = [
             group
             for group in replicated_by_process_set(optimizer, variables, self.root_rank)
