@@ -27,7 +27,7 @@ from tensorflow.python.eager import record
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.dtypes import local_shard, mark_internal, set_local_shard
-from hvdtrain.collectives.process_sets import ProcessSet
+from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras import sharded_saving
 from hvdtrain.keras.sharded_updates import sizes_by_shards
@@ -79,9 +79,10 @@ class FullyShardedVariable(keras.Variable):
         if sharded_saving.is_in_saving_thread():
             return tf.convert_to_tensor(sharded_saving.full_value(self))
         shard = shard_value(self)
-        # Keras reads weights with a regularizer there.
+        # Keras reads weights with a regularizer there. One rank warns for all.
         is_expected = not self.trainable or self.regularizer is not None
-        if not is_expected and record.should_record_backprop([shard]):
+        is_first = global_process_set.rank() == 0
+        if is_first and not is_expected and record.should_record_backprop([shard]):
             warnings.warn(
                 f"{self.path} is read outside of the call of its layer: it is gathered "
                 "there, and kept until the backward pass.",

@@ -91,6 +91,25 @@ def tied_by_reference():
     return keras.Model(inputs, Logits(table)(hidden))
 
 
+class LanguageModel(keras.Model):
+    """Computes logits by the table of its embedding, outside of the layer's call."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(VOCABULARY, WIDTH)
+        self.block = layers.Dense(WIDTH, "tanh")
+
+    def call(self, inputs):
+        hidden = self.block(self.table(inputs))
+        return keras.ops.matmul(hidden, keras.ops.transpose(self.table.embeddings))
+
+
+def tied_in_model():
+    model = LanguageModel()
+    model(np.zeros((2, LENGTH)))
+    return model
+
+
 def masked():
     inputs = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(VOCABULARY, WIDTH, mask_zero=True)(inputs)
@@ -337,6 +356,7 @@ def others():
 
 SAMPLES = {
     **dict.fromkeys((embedding, tied, tied_by_reference, masked), TOKENS),
+    tied_in_model: TOKENS,
     **dict.fromkeys((masked_average, attention_with_mask, lora), TOKENS),
     **dict.fromkeys((attention, attention_with_dropout, recurrent), SERIES),
     **dict.fromkeys((stacked_cells, distributed_over_time, others), SERIES),
@@ -344,7 +364,9 @@ SAMPLES = {
     several: {"a": VECTORS, "b": SERIES},
 }
 TARGETS = {
-    **dict.fromkeys((tied, tied_by_reference), np.roll(TOKENS, -1, axis=1)),
+    **dict.fromkeys(
+        (tied, tied_by_reference, tied_in_model), np.roll(TOKENS, -1, axis=1)
+    ),
     several: {"sum": LABELS, "b": LABELS[::-1].copy()},
 }
 
