@@ -16,7 +16,7 @@ from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.training import run_directory
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.exporting import BestExporter
-from hvdtrain.training.inputs import check_source
+from hvdtrain.training.inputs import check_source, naming_validation
 from hvdtrain.training.specs import EvalSpec, Position, RunConfig, TrainSpec
 
 # A number, or a function of the number of ranks with which the job was first started.
@@ -158,13 +158,14 @@ class DealtSamples:
                 )
             return EvalSpec(input_fn=None, every_epochs=every_epochs or 0, **options)
         # Made once: TensorFlow keeps the Python functions of each dataset.
-        batches_of_rank = one_pass(
-            self.validation,
-            rank=replicas.index,
-            size=replicas.size,
-            local_batch_size=self.validation_batch_size or local_batch_size,
-            workers=self.workers,
-        )
+        with naming_validation():
+            batches_of_rank = one_pass(
+                self.validation,
+                rank=replicas.index,
+                size=replicas.size,
+                local_batch_size=self.validation_batch_size or local_batch_size,
+                workers=self.workers,
+            )
         return EvalSpec(
             input_fn=lambda: batches_of_rank,
             every_epochs=1 if every_epochs is None else every_epochs,

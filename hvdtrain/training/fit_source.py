@@ -17,7 +17,7 @@ from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training import run_directory
 from hvdtrain.training.dealt_samples import ByRanks, DealtSamples
 from hvdtrain.training.elastic import Commits, run_elastic
-from hvdtrain.training.inputs import as_samples
+from hvdtrain.training.inputs import as_samples, naming_validation
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.specs import (
     EvalSpec,
@@ -124,9 +124,11 @@ def fit(
             from the one with which the job was started.
         TypeError: an option is not a field of these classes.
     """
+    with naming_validation():
+        tested = None if validation is None else as_samples(validation)
     samples = DealtSamples(
         source=as_samples(source),
-        validation=None if validation is None else as_samples(validation),
+        validation=tested,
         global_batch_size=global_batch_size,
         epochs=epochs,
         max_steps=max_steps,

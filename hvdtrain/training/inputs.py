@@ -4,8 +4,10 @@ A job that continues takes the batches of the uninterrupted one only if `input_f
 returns the same batch for a step each time, from whichever step it starts.
 """
 
+import contextlib
 import hashlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,15 @@ def as_samples(data: Any) -> Source:
             "tuple: the elements of a list are samples."
         )
     return as_source(data)
+
+
+@contextlib.contextmanager
+def naming_validation() -> Iterator[None]:
+    """Put the name of this argument of `fit` before errors of its samples."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"validation: {error}") from None
 
 
 def check_source(source: Source, world: World) -> str:

@@ -70,7 +70,7 @@ def _check_dataset(spec: object, received: object) -> tf.data.Dataset:
     if not isinstance(received, tf.data.Dataset):
         raise JobError(
             f"Received {type(received).__name__} from {type(spec).__name__}.input_fn; "
-            "expected a tf.data.Dataset, such as "
+            "expected a tf.data.Dataset, such as data.batches(source, ...) or "
             "tf.data.Dataset.from_tensor_slices(arrays)."
         )
     return received

@@ -228,7 +228,11 @@ def test_arguments_that_do_not_fit_are_one_clear_line():
         fit(X, validation=None)
     with pytest.raises(JobError, match="a list of 2 arrays of 50 samples; expected a"):
         fit([X, Y])
+    with pytest.raises(JobError, match="validation: Received list without samples"):
+        fit(validation=[])
     if SIZE > 1:
+        with pytest.raises(JobError, match="validation: Received 1 samples for"):
+            fit(validation=(X[:1], Y[:1]))
         with pytest.raises(JobError, match=r"source=.*expected the same on all ranks"):
             fit((X[RANK:], Y[RANK:]))
         # As a script of Horovod shards its arrays.

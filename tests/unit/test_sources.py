@@ -6,10 +6,12 @@ import itertools
 import math
 import os
 import re
+import sys
 import threading
 import time
 
 import dealing
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -401,6 +403,70 @@ def test_a_parse_that_drops_samples_is_refused(how):
 def test_a_parse_that_returns_no_dense_samples_is_refused(parse):
     with pytest.raises(data.DataError, match="from parse; expected dense tensors"):
         data.batches(Parsed(parse), sampler(), 0, 1)
+
+
+def of_library(library, name, base=collections.UserList):
+    """An object of a class that looks as one of a library that is not installed."""
+    return type(name, (base,), {"__module__": f"{library}.of_it"})({0: 1})
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (iter([1, 2]), "list_iterator .*by their numbers.*streaming=True.*a list"),
+        (tf.data.Dataset.range(3), "RangeDataset .*train_and_evaluate takes a tf.data"),
+        (of_library("datasets", "DatasetDict", dict), "one of its splits"),
+        (of_library("grain", "BatchMapDataset"), "without .batch()"),
+        (of_library("pandas", "DataFrame"), "to_numpy"),
+        (of_library("pandas", "Series"), "series.to_numpy()"),
+        (keras.utils.PyDataset(), "fit makes batches: its arrays"),
+        (range(sys.maxsize), "without an end; .* leave out repeat()"),
+        ("train.parquet", "Received str .*data.TFRecord"),
+    ],
+)
+def test_what_holds_no_samples_by_number_is_one_line_with_the_remedy(samples, message):
+    with pytest.raises(data.DataError, match=message) as caught:
+        as_source(samples)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (OSError(5, "Input/output error"), r"sample 7 of .*OSError.*_sources.py, line"),
+        (StopIteration(), "sample 7 of .*StopIteration"),
+        (None, "sample 7, None, of other structure than sample 6"),
+        ((None, 1), "sample 7 with None"),
+        ((np.zeros(3, np.float32), 1), r"sample 7 of shape \(3,\) and sample 6"),
+        ((np.zeros(2), 1), "sample 7 of float64 and sample 6 of float32"),
+        ((np.zeros(2, np.float32), 1, 1), "sample 7, .* of other structure than"),
+    ],
+)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_bad_sample_is_named(sample, message, is_padded):
+    class Samples:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            if index == 7 and isinstance(sample, Exception):
+                raise sample
+            return sample if index == 7 else (np.zeros(2, np.float32), 1)
+
+    source = as_source(Samples())
+    if is_padded and isinstance(sample, Exception):
+        source = data.pad(Samples(), 3)
+    with pytest.raises(data.DataError, match=message):
+        source.read(np.arange(6, 9))
+
+
+def test_a_batch_that_cannot_be_read_is_named():
+    class Samples(WithMany):
+        def __getitems__(self, indices):
+            raise KeyError("text")
+
+    with pytest.raises(data.DataError, match=r"samples from 6 on of .*KeyError: 'tex"):
+        as_source(Samples()).read(np.arange(6, 9))
 
 
 def test_a_sequence_is_read_by_one_thread_at_a_time():

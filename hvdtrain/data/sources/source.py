@@ -5,7 +5,9 @@ import collections.abc
 import dataclasses
 import importlib
 import math
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +20,26 @@ from hvdtrain.data.sampler import Sampler
 # A function of TensorFlow tensors, traced by tf.data.
 TensorFunction = Callable[[Any], Any]
 
+
+# Objects with len and [i] whose items are no samples, by library and class, and what to
+# use in their place. By name: no library has to be loaded.
+_REMEDIES = {
+    ("datasets", "DatasetDict"): "one of its splits, such as dataset['train']",
+    ("grain", "BatchMapDataset"): "it without .batch(): fit makes batches",
+    ("keras", "PyDataset"): (
+        "samples, since fit makes batches: its arrays, or a class whose [i] is one "
+        "sample"
+    ),
+    ("pandas", "DataFrame"): "{name: frame[name].to_numpy() for name in frame}",
+    ("pandas", "Series"): "series.to_numpy()",
+}
+_ITERABLE = (
+    "samples that are read by their numbers, with len and [i]. Of Hugging Face: "
+    "load_dataset without streaming=True, or data.Parquet(files). Of Grain: a "
+    "MapDataset, without to_iter_dataset(). Of TensorFlow Datasets: tfds.data_source, "
+    "or data.TFRecord(files, parse). Others: a list, or a class of yours. "
+    "training.train_and_evaluate takes a tf.data.Dataset, by its input_fn"
+)
 
 # By the object that is read, which several sources may have.
 _locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)
@@ -145,12 +167,13 @@ class SequenceSource(Source):
         self._sequence = sequence
         # The object may keep a file position, and be read by an evaluation meanwhile.
         self.locks = [_locks[id(sequence)]]
-        self.get_many: Callable[[list[int]], Sequence[Any]] = getattr(
-            sequence, "__getitems__", self._get_each
-        )
+        self._name = type(sequence).__name__
         if not len(sequence):
+            raise DataError(f"Received {self._name} without samples; expected some.")
+        if len(sequence) == sys.maxsize:
             raise DataError(
-                f"Received {type(sequence).__name__} without samples; expected some."
+                f"Received {self._name} without an end; expected each sample once: "
+                "leave out repeat(), since epochs and max_steps repeat samples."
             )
 
     def __len__(self) -> int:
@@ -159,8 +182,31 @@ class SequenceSource(Source):
     def read(self, indices: np.ndarray) -> Any:
         return stack(self.get_many(indices.tolist()), indices)
 
-    def _get_each(self, indices: list[int]) -> list[Any]:
-        return [self._sequence[index] for index in indices]
+    def get_many(self, indices: list[int]) -> Sequence[Any]:
+        """Return the samples at `indices`.
+
+        Raises:
+            DataError: the object has raised an error, which is the cause of this one.
+        """
+        read_many = getattr(self._sequence, "__getitems__", None)
+        text = "the samples from {} on" if read_many else "sample {}"
+        index, samples = indices[0], []
+        try:
+            if read_many:
+                return read_many(indices)
+            for index in indices:
+                samples.append(self._sequence[index])
+        except Exception as error:
+            # The first frame is this one; code in C has no other.
+            frames = traceback.extract_tb(error.__traceback__)[1:2]
+            place = "".join(f" ({x.filename}, line {x.lineno})" for x in frames)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(
+                f"Cannot read {text.format(index)} of {self._name}: {reason}{place}; "
+                "expected a sample for each number: repeat in [i] what may fail, or "
+                "leave such samples out of len."
+            ) from error
+        return samples
 
 
 class ZippedSource(Source):
@@ -285,6 +331,7 @@ def as_source(data: Any) -> Source:
     """
     if isinstance(data, Source):
         return data
+    _check_class(data)
     if isinstance(data, np.ndarray):
         return ArraySource(data)
     if isinstance(data, dict | tuple) and data:
@@ -292,11 +339,23 @@ def as_source(data: Any) -> Source:
     is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if is_sequence and not isinstance(data, str | bytes):
         return SequenceSource(data)
-    raise DataError(
-        f"Received {type(data).__name__} as samples; expected an object with len and "
-        "[i]: an array, a dictionary or tuple of arrays, a sequence, or a source such "
-        "as data.TFRecord."
+    expected = (
+        "an object with len and [i]: an array, a dictionary or tuple of arrays, a "
+        "sequence, or a source such as data.TFRecord"
     )
+    if hasattr(data, "__iter__") and not isinstance(data, str | bytes):
+        expected = _ITERABLE
+    raise DataError(f"Received {type(data).__name__} as samples; expected {expected}.")
+
+
+def _check_class(data: Any) -> None:
+    """Check that the items of an object with `len` and `[i]` may be samples."""
+    for cls in type(data).__mro__:
+        library = cls.__module__.partition(".")[0]
+        if remedy := _REMEDIES.get((library, cls.__name__)):
+            raise DataError(
+                f"Received {cls.__name__} of {library} as samples; expected {remedy}."
+            )
 
 
 def all_locks(sources: Iterable[Source]) -> list[threading.Lock]:
@@ -311,22 +370,26 @@ def stack(samples: Sequence[Any], indices: np.ndarray) -> Any:
         indices: the numbers of the samples, for errors.
     """
     first = samples[0]
-    try:
-        if isinstance(first, collections.abc.Mapping):
-            # In the order of the first; KeyError for a key that only some have.
-            keys = dict.fromkeys(key for sample in samples for key in sample)
-            return {key: stack([s[key] for s in samples], indices) for key in keys}
-        if isinstance(first, tuple):
-            columns = zip(*samples, strict=True)
-            return tuple(stack(column, indices) for column in columns)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"Received samples of other structure than sample {indices[0]}, {first!r}: "
-            f"{error!r}; expected one structure."
-        ) from None
+    is_nest = isinstance(first, collections.abc.Mapping | tuple)
+    for index, sample in zip(indices, samples, strict=True):
+        if is_nest and _structure(sample) != _structure(first):
+            raise DataError(
+                f"Received sample {index}, {sample!r:.80}, of other structure than "
+                f"sample {indices[0]}, {first!r:.80}; expected one structure."
+            )
+    if isinstance(first, collections.abc.Mapping):
+        return {key: stack([s[key] for s in samples], indices) for key in first}
+    if isinstance(first, tuple):
+        columns = zip(*samples, strict=True)
+        return tuple(stack(column, indices) for column in columns)
     return _stack_arrays(samples, indices)
+
+
+def _structure(sample: Any) -> Any:
+    """Return the keys of a dictionary, the length of a tuple, None for others."""
+    if isinstance(sample, collections.abc.Mapping):
+        return set(sample)
+    return len(sample) if isinstance(sample, tuple) else None
 
 
 def _stack_arrays(values: Sequence[Any], indices: np.ndarray) -> np.ndarray:
@@ -339,8 +402,15 @@ def _stack_arrays(values: Sequence[Any], indices: np.ndarray) -> np.ndarray:
     for index, value, array in zip(indices, values, arrays, strict=True):
         if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
             raise DataError(
-                f"Received sample {index} with {value!r:.80}; expected numbers, "
-                "text, bytes, or arrays, dictionaries or tuples of them."
+                f"Received sample {index} with {value!r:.80}; expected numbers, text, "
+                "bytes, or arrays, dictionaries or tuples of them."
+            )
+        # One type for all would depend on which samples are read together.
+        if array.dtype != arrays[0].dtype:
+            raise DataError(
+                f"Received sample {index} of {array.dtype.name} and sample "
+                f"{indices[0]} of {arrays[0].dtype.name}; expected arrays of one "
+                "dtype: convert them."
             )
         if array.shape != arrays[0].shape:
             raise DataError(
