@@ -33,7 +33,9 @@ from hvdtrain.sharding.shards import get_stages
 CHECK_SETUP = (
     "Check that the optimizer is a DistributedOptimizer and that "
     "BroadcastGlobalVariablesCallback(0) is the first callback, and pass variables "
-    "that are meant to differ as local_variables."
+    "that are meant to differ as local_variables. A weight that a layer updates in its "
+    "call needs a reduction there, by hvd.allreduce, or is made with "
+    'aggregation="mean", for AverageMovingStatisticsCallback.'
 )
 BROADCAST_FIRST = (
     "Before the first step the ranks need equal weights and optimizer state: make "
@@ -225,6 +227,21 @@ class _TwoSteps:
 def compute_checksum(variables: Iterable[Variable]) -> int:
     """Return a checksum of this rank's values of variables."""
     return _combine([_checksum(variable) for variable in variables])
+
+
+def find_differing(
+    variables: Sequence[Variable], process_set: ProcessSet
+) -> list[Variable]:
+    """Return the variables whose values differ between these ranks. A collective."""
+    checksums = [_checksum(variable) for variable in variables]
+    if _is_equal_on_all_ranks(checksums, process_set):
+        return []
+    checksums_by_rank = allgather_object(
+        checksums, name="DifferingVariables", process_set=process_set
+    )
+    columns = zip(*checksums_by_rank, strict=True)
+    pairs = zip(variables, columns, strict=True)
+    return [variable for variable, column in pairs if len(set(column)) > 1]
 
 
 def _combine(checksums: list[int]) -> int:

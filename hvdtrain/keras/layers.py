@@ -14,6 +14,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.variables import variable_key
+from hvdtrain.sharding.shards import is_replicated
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -163,4 +164,37 @@ def local_normalizations(
             and layer.process_set.process_set_id == process_set.process_set_id
         )
         and not any(variable_key(weight) in local_keys for weight in layer.weights)
+    ]
+
+
+def averaged_weights(
+    model: keras.Model, process_set: ProcessSet, local_keys: Set[object]
+) -> list[keras.Variable]:
+    """Return the weights of layers that are declared with `aggregation="mean"`."""
+    return [
+        weight
+        for weight in model.non_trainable_weights
+        if weight.aggregation == "mean"
+        and is_replicated(weight, process_set)
+        and variable_key(weight) not in local_keys
+    ]
+
+
+def undeclared_weights(
+    model: keras.Model, process_set: ProcessSet, local_keys: Set[object]
+) -> list[keras.Variable]:
+    """Return weights that no gradient trains, and that must be equal on all ranks.
+
+    These are weights of frozen layers, and weights that a layer updates in its call,
+    from values that are equal on all ranks. Moving statistics, and what
+    `averaged_weights` returns, are left out.
+    """
+    averaged = averaged_weights(model, process_set, local_keys)
+    normalizations = local_normalizations(model, process_set, local_keys)
+    known = {variable_key(w) for layer in normalizations for w in layer.weights}
+    known |= local_keys | {variable_key(weight) for weight in averaged}
+    return [
+        weight
+        for weight in model.non_trainable_weights
+        if is_replicated(weight, process_set) and variable_key(weight) not in known
     ]

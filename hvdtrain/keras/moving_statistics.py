@@ -1,4 +1,6 @@
-"""Moving statistics of `BatchNormalization`, combined over the ranks."""
+"""Weights that layers update from the batches of a rank, combined over the ranks."""
+
+import warnings
 
 import keras
 import numpy as np
@@ -7,16 +9,24 @@ from hvdtrain.collectives import ops, transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.callbacks import fit_start
-from hvdtrain.keras.layers import local_normalizations
+from hvdtrain.keras.consistency import find_differing
+from hvdtrain.keras.layers import (
+    averaged_weights,
+    local_normalizations,
+    undeclared_weights,
+)
 from hvdtrain.keras.replication import get_local_keys, get_process_set
 
 
 def average_moving_statistics(model: keras.Model, *, steps: int | None = None) -> None:
     """Replace the moving statistics of each rank by statistics of all ranks' batches.
 
-    Every rank of the optimizer's process set must call it. A model without
-    `keras.layers.BatchNormalization` costs no communication; all others cost one
-    reduction. Local layers keep their statistics; the statistics of
+    Weights that a layer of the user adds with `aggregation="mean"` become their mean
+    over the ranks.
+
+    Every rank of the optimizer's process set must call it. A model without these
+    weights and `keras.layers.BatchNormalization` costs no communication; all others
+    cost one reduction. Local layers keep their statistics; the statistics of
     `SyncBatchNormalization` are equal already.
 
     The moving mean becomes the mean over the ranks. This is the moving mean of one
@@ -46,17 +56,54 @@ def average_moving_statistics(model: keras.Model, *, steps: int | None = None) -
     """
     optimizer = getattr(model, "optimizer", None)
     process_set = get_process_set(optimizer)
-    layers = local_normalizations(model, process_set, get_local_keys(optimizer))
-    if not layers or not needs_communication(process_set):
+    local_keys = get_local_keys(optimizer)
+    layers = local_normalizations(model, process_set, local_keys)
+    weights = averaged_weights(model, process_set, local_keys)
+    if not (layers or weights) or not needs_communication(process_set):
         return
+    values = [np.asarray(weight.numpy(), "float64") for weight in weights]
     totals = transport.allreduce(
-        [np.array([steps or 0], "float64"), *map(_moments, layers)],
+        [np.array([steps or 0], "float64"), *map(_moments, layers), *values],
         Reduction(op=Sum, process_set=process_set),
         name="MovingStatistics",
     )
-    (steps,), *moments = [total.numpy() / process_set.size() for total in totals]
-    for layer, moment in zip(layers, moments, strict=True):
+    (steps,), *means = [total.numpy() / process_set.size() for total in totals]
+    for layer, moment in zip(layers, means[: len(layers)], strict=True):
         _assign(layer, moment, steps)
+    for weight, mean in zip(weights, means[len(layers) :], strict=True):
+        weight.assign(mean)
+
+
+def share_undeclared_weights(model: keras.Model) -> None:
+    """Give all ranks the first rank's values of weights that nothing combines.
+
+    A weight that a layer updates from the batch, without a collective in its call and
+    without a declaration, differs by rank after the first steps. An evaluation would
+    mix the models of the ranks. Call it on all ranks, after the broadcast of all
+    weights. Costs a small reduction if the model has weights that no gradient trains.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    process_set = get_process_set(optimizer)
+    weights = undeclared_weights(model, process_set, get_local_keys(optimizer))
+    if not weights or not needs_communication(process_set):
+        return
+    differing = find_differing(weights, process_set)
+    if not differing:
+        return
+    root_rank = process_set.ranks[0]
+    ops.broadcast_variables(differing, root_rank, process_set=process_set)
+    names = [w.path for w in differing if w.aggregation != "only_first_replica"]
+    if names and process_set.rank() == 0:
+        more = f" and {len(names) - 1} more weights" if names[1:] else ""
+        warnings.warn(
+            f"The ranks hold different values of {names[0]}{more}, which a layer "
+            "updates from the batches of its own rank: evaluations and saved models "
+            f"have the values of rank {root_rank}. Reduce what the layer adds in its "
+            'call, by hvd.allreduce; or make the weight with aggregation="mean", of '
+            'which the mean over the ranks is evaluated and saved, or with "only_first_'
+            'replica".',
+            stacklevel=3,
+        )
 
 
 def _moments(layer: keras.layers.BatchNormalization) -> np.ndarray:
@@ -132,4 +179,5 @@ class AverageMovingStatisticsCallback(fit_start.SharedCallback):
         # One reduction per epoch on every rank, also if only some ranks validate.
         if self._is_due:
             average_moving_statistics(self.model, steps=self._steps)
+            share_undeclared_weights(self.model)
         self._is_due = False

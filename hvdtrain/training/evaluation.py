@@ -12,7 +12,10 @@ from hvdtrain.checkpoint.restoring import Start
 from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
-from hvdtrain.keras.moving_statistics import average_moving_statistics
+from hvdtrain.keras.moving_statistics import (
+    average_moving_statistics,
+    share_undeclared_weights,
+)
 from hvdtrain.keras.replication import finalize_weights, get_process_set
 from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
@@ -190,6 +193,7 @@ def evaluated_weights(
     variables = [*changed, *metrics.metric_variables(model.metrics), *unlisted]
     with kept_values(variables):
         average_moving_statistics(model, steps=steps)
+        share_undeclared_weights(model)
         finalize_weights(model)
         yield
 

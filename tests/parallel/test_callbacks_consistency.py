@@ -162,6 +162,24 @@ def test_moving_averages_are_each_rank_s_own(is_built):
     fit(model, root, new_check, broadcast=False)
 
 
+@pytest.mark.parametrize("aggregation", ["none", "mean"])
+def test_a_weight_that_a_layer_updates_is_named_unless_it_is_declared(aggregation):
+    layer = keras.layers.Dense(oracle.CLASSES, activation="softmax")
+    counter = layer.add_weight(
+        shape=(), trainable=False, aggregation=aggregation, name="counter"
+    )
+    model = keras.Sequential([keras.Input((oracle.FEATURES,)), layer])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
+    add = ChangeAfter(1, 1, lambda: counter.assign_add(1.0))
+    check = hvd.callbacks.ConsistencyCheckCallback(every_steps=2)
+    if aggregation == "mean":
+        fit(model, check, add)
+        return
+    with pytest.raises(DriftedApart, match=r"counter.*hvd\.allreduce") as error:
+        fit(model, check, add)
+    assert_same_text_everywhere(error)
+
+
 def test_moving_averages_that_differ_before_the_first_step():
     model = keras.Sequential(
         [keras.Input((oracle.FEATURES,)), keras.layers.BatchNormalization()]

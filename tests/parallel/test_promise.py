@@ -6,6 +6,7 @@ samples. The numbers are those of docs/moving/equivalence.md.
 """
 
 import inspect
+import warnings
 
 import keras
 import numpy as np
@@ -450,6 +451,61 @@ def test_nothing_to_average_costs_no_communication(layer_class, monkeypatch):
     monkeypatch.setattr(moving_statistics, "transport", None)
     model = Normalizer(layer_class).model if layer_class else oracle.build_model()
     moving_statistics.average_moving_statistics(model)
+
+
+class Centre(keras.layers.Layer):
+    """Keeps a moving average of its batches, as codebooks do."""
+
+    def __init__(self, aggregation="none"):
+        super().__init__()
+        self.aggregation = aggregation
+
+    def build(self, shape):
+        self.centre = self.add_weight(
+            shape=shape[1:],
+            initializer="zeros",
+            trainable=False,
+            aggregation=self.aggregation,
+            name="centre",
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.centre.assign(0.5 * self.centre + 0.5 * tf.reduce_mean(x, 0))
+        return x - self.centre
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected", "is_named"),
+    [
+        ("none", 0.0, True),
+        ("sum", 0.0, True),
+        ("mean", 0.75 * sum(range(SIZE)) / SIZE, False),
+        ("only_first_replica", 0.0, False),
+    ],
+)
+def test_weights_that_a_layer_updates_in_its_call(aggregation, expected, is_named):
+    layer = Centre(aggregation)
+    model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", run_eagerly=True
+    )
+    x = np.full((4, 1), float(RANK), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(
+            *(x, x),
+            batch_size=2,
+            verbose=0,
+            callbacks=[
+                hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+                hvd.callbacks.AverageMovingStatisticsCallback(),
+            ],
+        )
+    # Two steps: 0.5 of the batch, then 0.5 of this and 0.5 of the batch.
+    assert layer.centre.numpy() == pytest.approx(expected)
+    named = [str(w.message) for w in caught if "/centre, which a layer" in str(w)]
+    assert len(named) == (is_named and RANK == 0)
 
 
 def test_averaging_twice_changes_nothing():

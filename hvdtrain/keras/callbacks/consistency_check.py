@@ -10,8 +10,10 @@ from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.callbacks.fit_start import SharedCallback
 from hvdtrain.keras.callbacks.stopping import EverySteps
 from hvdtrain.keras.consistency import CHECK_SETUP, check_consistency, trains_stages
+from hvdtrain.keras.layers import undeclared_weights
 from hvdtrain.keras.replication import (
     get_local_keys,
+    get_process_set,
     get_training_ranks,
     non_local_variables,
     replicated_by_process_set,
@@ -39,8 +41,9 @@ class ConsistencyCheckCallback(SharedCallback):
 
     The first check covers all weights if the optimizer has taken no step; it is
     skipped if `fit` still has to build the model on some rank. Other checks leave out
-    weights that are not trainable, since the moving averages of `BatchNormalization`
-    differ by rank. Another `fit` has a first check only if this callback is new on
+    the moving averages of `BatchNormalization`, and weights that are not trainable with
+    `aggregation="mean"`. What a layer has in no variable, such as a hash table, is not
+    compared. Another `fit` has a first check only if this callback is new on
     some rank, such as one that joined an elastic job later: one small reduction when
     training begins.
 
@@ -168,14 +171,17 @@ def check_trained(
 ) -> None:
     """Call `check_model` with the variables that are equal in a training.
 
-    Weights that are not trainable are left out, since the moving statistics of
-    `BatchNormalization` differ by rank.
+    Moving statistics of `BatchNormalization` are left out, and so are weights with
+    `aggregation="mean"` that are not trainable.
 
     Args:
         local_keys, remedy, includes_learned: as in `check_model`.
     """
+    local_keys = local_keys | _all_local_keys(model)
+    process_set = get_process_set(model.optimizer)
+    checked = undeclared_weights(model, process_set, local_keys)
     untrained = {variable_key(v) for v in model.non_trainable_weights}
-    excluded = local_keys | untrained | _all_local_keys(model)
+    excluded = local_keys | (untrained - {variable_key(v) for v in checked})
     variables = non_local_variables(model, local_keys=excluded)
     check_model(
         model,
