@@ -75,7 +75,10 @@ def init(*args: object, **kwargs: object) -> None:
     if is_first and launchers.is_gloo(os.environ) and not is_elastic():
         rendezvous.wait_for_ranks(rank=launched.rank, size=launched.size)
     _record()
-    with recorder.collective("hvd.init", "init", size_bytes=0, is_of_all_ranks=False):
+    with (
+        recorder.collective("hvd.init", "init", size_bytes=0, is_of_all_ranks=False),
+        init_checks.interface_of_gloo(),
+    ):
         hvd.init(*args, **kwargs)
     if is_whole:
         declared_size.check(size=hvd.size())

@@ -1,8 +1,10 @@
 """What would abort `hvd.init`, or be ignored there, as errors of one line before it."""
 
+import contextlib
 import ctypes
 import os
 import socket
+from collections.abc import Iterator
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -27,7 +29,7 @@ def check() -> None:
     _check_eager()
     _check_timeline()
     if _uses_gloo():
-        _choose_interface()
+        _check_interface()
         if not rendezvous.has_patches():
             _check_own_name()
     if os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":
@@ -55,25 +57,40 @@ def _uses_gloo() -> bool:
     return "gloo" in chosen or not hvd.mpi_built()
 
 
-def _choose_interface() -> None:
-    """Set the network interface of Gloo, which aborts where it has no address.
-
-    Launchers set it. Without the variable, Gloo would take the address of the host's
-    own name. A process that is alone needs the loopback only.
-    """
+def _check_interface() -> None:
+    """Gloo aborts where its interface has no address."""
     chosen = os.environ.get(GLOO_INTERFACE)
     if chosen and chosen not in addresses.by_interface():
         raise JobError(
             f"Received {GLOO_INTERFACE}={chosen}; expected a network interface of "
             f"{socket.gethostname()} with an IP address: {addresses.listed()}."
         )
+
+
+@contextlib.contextmanager
+def interface_of_gloo() -> Iterator[None]:
+    """Name the network interface for Gloo's start, where the launcher has not.
+
+    Gloo would take the address of the host's own name. A process that is alone needs
+    the loopback only. The variable is removed then: a job of several hosts that this
+    process starts must not inherit it.
+
+    Raises:
+        JobError: it is not known which interface other hosts reach.
+    """
+    if os.environ.get(GLOO_INTERFACE) or not _uses_gloo():
+        yield
+        return
     try:
-        if not chosen:
-            has_others = is_gloo(os.environ)
-            own = addresses.reached_by_others() if has_others else addresses.LOOPBACK
-            os.environ[GLOO_INTERFACE] = addresses.interface_of(own)
+        has_others = is_gloo(os.environ)
+        own = addresses.reached_by_others() if has_others else addresses.LOOPBACK
+        os.environ[GLOO_INTERFACE] = addresses.interface_of(own)
     except OSError as error:
         raise JobError(f"{error}.") from None
+    try:
+        yield
+    finally:
+        del os.environ[GLOO_INTERFACE]
 
 
 def _check_own_name() -> None:

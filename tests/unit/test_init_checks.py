@@ -78,8 +78,7 @@ def gloo(monkeypatch):
         monkeypatch.setenv(name, "gloo")
     for name in launchers.GLOO_RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)
-    # Not deleted, since the check sets it: the patch would not undo that.
-    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "")
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
     names = {"lo": ["127.0.0.1"], "eth0": ["10.77.0.4"]}
     monkeypatch.setattr(addresses, "by_interface", lambda: names)
     monkeypatch.setattr(addresses, "reached_by_others", lambda: "10.77.0.4")
@@ -102,7 +101,9 @@ def test_gloo_has_an_interface_without_the_name_of_the_host(gloo, variables, exp
     for name, value in variables.items():
         gloo.setenv(name, value)
     init_checks.check()
-    assert os.environ["HOROVOD_GLOO_IFACE"] == expected
+    with init_checks.interface_of_gloo():
+        assert os.environ["HOROVOD_GLOO_IFACE"] == expected
+    assert os.environ.get("HOROVOD_GLOO_IFACE") == variables.get("HOROVOD_GLOO_IFACE")
 
 
 def test_an_interface_of_gloo_without_an_address_is_one_line(gloo):

@@ -12,7 +12,7 @@ import keras
 from keras.src.utils import io_utils
 
 from hvdtrain.keras.learning_rates import set_learning_rate, warmup_factor
-from hvdtrain.keras.replication import get_process_set
+from hvdtrain.keras.replication import get_hook
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -166,8 +166,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         assert self.steps_per_epoch
         assert self.end_epoch
         end = min(epoch + steps / self.steps_per_epoch, math.floor(epoch) + 1)
-        # Learning rates are scaled to the replicas.
-        size = get_process_set(self.model.optimizer).size()
+        hook = get_hook(self.model.optimizer)
+        # On a mesh, learning rates are scaled to the replicas.
+        size = hook.mesh.data.size if hook and hook.mesh else hvd.size()
         return warmup_factor(end / self.end_epoch, size=size)
 
 
