@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 LOOPBACK = "127.0.0.1"
-# Of Gloo, the interface; of Open MPI, interfaces or networks.
+# Gloo's variable names one interface, Open MPI's a list of interfaces or networks.
 GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
 NETWORK_VARIABLES = (GLOO_INTERFACE, "OMPI_MCA_btl_tcp_if_include")
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-# For documentation (RFC 5737 and 3849): behind the default route of each host.
+# Addresses that are reserved for documentation (RFC 5737 and 3849), which no interface
+# has: packets to them take the default route.
 _REMOTE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
@@ -31,7 +32,8 @@ def by_interface() -> dict[str, list[str]]:
             if entry.family == family and "%" not in entry.address
         ]
         for name, entries in psutil.net_if_addrs().items()
-        if name in running
+        # A label such as eth0:1 is of an address, not of an interface.
+        if name.partition(":")[0] in running
     }
     return {name: addresses for name, addresses in found.items() if addresses}
 
@@ -58,7 +60,7 @@ def interface_of(address: str) -> str:
 
 
 def outer_ipv4() -> list[str]:
-    """Return the IPv4 addresses of this host without those of the loopback."""
+    """Return the IPv4 addresses of all interfaces but the loopback."""
     return [address for address in _outer(by_interface()) if ":" not in address]
 
 

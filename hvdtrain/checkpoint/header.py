@@ -31,7 +31,7 @@ CALLBACKS = "callbacks{}"  # states of the user's callbacks; see `callback_state
 CALLBACKS_JSON = "json"  # their structure, as text
 
 # Increase it when an older version could not read what this one writes.
-FORMAT = 4
+FORMAT = 5
 
 Arrays = Mapping[str, np.ndarray]
 

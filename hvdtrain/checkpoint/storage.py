@@ -46,7 +46,7 @@ from hvdtrain.stores.object_store import StoreError
 
 _NAME = re.compile(r"step-(\d{8,})\.json")
 # As `write` names arrays. A date at the end of a user's own file does not match.
-_ARRAYS = re.compile(r"step-(\d{8,})-(?=\d*[a-f])[\da-f]{8}\.safetensors")
+_ARRAYS = re.compile(r"step-(\d{8,})-[a-f][\da-f]{7}\.safetensors")
 # The key of the digest of all other values in the JSON file.
 _DIGEST = "digest"
 _HOUR_SECONDS = 3600.0
@@ -128,7 +128,8 @@ class CheckpointFiles:
             contextlib.ExitStack() as on_error,
         ):
             self._directory.make()
-            name = f"step-{step:08}-{secrets.token_hex(4)}.safetensors"
+            unique = secrets.choice("abcdef") + secrets.token_hex(4)[1:]
+            name = f"step-{step:08}-{unique}.safetensors"
             on_error.callback(self._discard, step, name)
             contents = JsonFile(
                 **self._write_arrays(name, checkpoint.arrays),
@@ -249,7 +250,7 @@ class CheckpointFiles:
         """
         with _one_line_errors("write", self._directory):
             self._directory.prepare()
-        arrays, steps = self._all_arrays(), self.steps()
+            arrays, steps = self._all_arrays(), self.steps()
         # A killed writer leaves the arrays of one checkpoint: more of them are a user's
         # work whose JSON files are lost.
         if (count := len({step for step, _ in arrays})) > 1 and not steps:
@@ -318,8 +319,9 @@ class CheckpointFiles:
         for step in listed:
             if step not in kept:
                 errors += self._delete_checkpoint(step)
-        # One of an hour is superseded by none, and its JSON file may be listed late.
-        if len(last) == self._keep_max and not self._keep_seconds:
+        # A checkpoint of an hour is kept, and a store may list its JSON file late.
+        is_listed_late = self._keep_seconds and self._directory.reads_late
+        if len(last) == self._keep_max and not is_listed_late:
             listed = self.steps()
             errors += self._delete(
                 name

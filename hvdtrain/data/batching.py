@@ -339,9 +339,10 @@ def _checked(
 
 
 def _as_tensorflow(values: np.ndarray, number: int) -> np.ndarray:
-    """Return an array that `tf.numpy_function` hands to TensorFlow unchanged.
+    """Return an array whose values `tf.numpy_function` keeps.
 
-    It ignores the order of bytes, and takes arrays of objects with text or bytes alone.
+    The function ignores byte order, and takes arrays of objects with text or bytes
+    alone.
 
     Args:
         number: of the first sample.

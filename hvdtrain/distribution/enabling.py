@@ -64,9 +64,10 @@ def enable() -> None:
         # own.
         (Trainer, "compile", trainer.compile_distributed, devices.is_active),
         (model, "fit", trainer.fit, has_ranks),
-        # Also where no distribution is active any more.
-        *((model, name, trainer.renew, always) for name in _METHODS),
         (model, "train_on_batch", trainer.train_on_batch, has_ranks),
+        # Also where no distribution is active any more. Called before the two methods
+        # above, which broadcast in the function that it would replace.
+        *((model, name, trainer.renew, always) for name in _METHODS),
         (model, "get_metrics_result", trainer.get_metrics_result, has_data_ranks),
         (model, "predict_step", trainer.predict_step, has_data_ranks),
         (normalization, "_moments", trainer.moments, has_data_ranks),

@@ -130,7 +130,12 @@ def fit(method: Method, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     call.arguments["callbacks"] = callbacks
     arguments = dict(call.arguments)
     del arguments["self"]
-    return method(model, **arguments)
+    try:
+        return method(model, **arguments)
+    finally:
+        # A callback of the user may be used without a distribution later.
+        for start in starts:
+            start.prepare = None
 
 
 def train_on_batch(

@@ -62,7 +62,7 @@ def check_scheduler(environ: Mapping[str, str]) -> Finding:
     is_known = all(each.isdigit() for each in (tasks, nodes, per_node))
     if is_known and int(per_node) * int(nodes) > int(tasks):
         detail += f"; --ntasks-per-node={per_node} was asked for"
-        remedy = f"--ntasks={tasks} takes precedence: leave one of both options out"
+        remedy = f"--ntasks={tasks} takes precedence: pass only one of the two options"
         return warning("scheduler", detail, remedy)
     if tasks == "1":
         remedy = "mpirun will have one slot: ask for more, sbatch --ntasks-per-node=N"

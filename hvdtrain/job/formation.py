@@ -124,7 +124,8 @@ class _Registering:
     @property
     def _report_seconds(self) -> float:
         given = self._limits.report_seconds
-        return min(given, _DOUBT_SECONDS) if self._task.doubt else given
+        is_early = self._task.doubt and environment.INIT_REPORT not in os.environ
+        return min(given, _DOUBT_SECONDS) if is_early else given
 
     def _ask(self) -> tuple[JobState, str]:
         """Return the state of the job, and why rank 0 is not reached, if it is not."""

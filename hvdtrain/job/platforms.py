@@ -327,8 +327,8 @@ def _doubt_in_shell(environ: Mapping[str, str]) -> str:
     if "SLURM_PTY_PORT" not in environ or environ.get("SLURM_PROCID") != "0":
         return ""
     return (
-        "SLURM_PTY_PORT is set, as in the shell of an interactive step, which runs a "
-        "script once: start the ranks by srun --overlap. "
+        "SLURM_PTY_PORT is set, as in the shell of an interactive step: if this is "
+        "one, it runs a script once, and srun --overlap starts all ranks. "
     )
 
 

@@ -183,18 +183,23 @@ def averaged_weights(
 def undeclared_weights(
     model: keras.Model, process_set: ProcessSet, local_keys: Set[object]
 ) -> list[keras.Variable]:
-    """Return weights that no gradient trains, and that must be equal on all ranks.
+    """Return weights that layers made with `trainable=False`, and may update.
 
-    These are weights of frozen layers, and weights that a layer updates in its call,
-    from values that are equal on all ranks. Moving statistics, and what
-    `averaged_weights` returns, are left out.
+    They must be equal on all ranks. Moving statistics, and what `averaged_weights`
+    returns, are left out. So are weights of frozen layers: no step changes them, and
+    to compare them in each evaluation would take seconds for a large model.
     """
     averaged = averaged_weights(model, process_set, local_keys)
     normalizations = local_normalizations(model, process_set, local_keys)
     known = {variable_key(w) for layer in normalizations for w in layer.weights}
     known |= local_keys | {variable_key(weight) for weight in averaged}
+    made = dict.fromkeys(
+        weight
+        for layer in model._flatten_layers()
+        for weight in layer._non_trainable_variables
+    )
     return [
         weight
-        for weight in model.non_trainable_weights
+        for weight in made
         if is_replicated(weight, process_set) and variable_key(weight) not in known
     ]

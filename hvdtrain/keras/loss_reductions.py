@@ -1,4 +1,4 @@
-"""Which losses the ranks' mean, or sum, turns into the loss of one process.
+"""Check that the `op` of an optimizer fits the `reduction` of its losses.
 
 Keras reduces the losses of the samples of a batch in one of these ways. With the right
 `op`, the gradients of N ranks are those of one process with the N-times batch:
@@ -16,7 +16,7 @@ Keras reduces the losses of the samples of a batch in one of these ways. With th
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -53,14 +53,17 @@ def find_mismatch(losses: Iterable[WeightedLoss], reduction: Reduction) -> str:
     """
     size, is_added = reduction.process_set.size(), reduction.op == Sum
     for loss, weight in losses:
+        weight = 1.0 if weight is None else weight
+        if not weight:
+            continue
         how = getattr(loss, "reduction", MEANS[0])
         received = f"Received the loss {_name(loss)} with reduction={how!r}"
         if how == WEIGHTED_MEAN:
             return (
-                f"{received}; expected another one: each rank divides by its own sum "
-                "of weights. Use reduction='sum_over_batch_size'."
+                f"{received}; expected reduction='sum_over_batch_size': each rank "
+                "divides by its own sum of weights."
             )
-        if how in SUMS and not is_added and (weight or 1) < size:
+        if how in SUMS and not is_added and weight < size:
             return (
                 f"{received}; expected a mean over samples: with op=hvd.Average the "
                 f"gradient of a sum is 1/{size} of what one process computes. Use "
@@ -68,7 +71,7 @@ def find_mismatch(losses: Iterable[WeightedLoss], reduction: Reduction) -> str:
                 "hvd.DistributedOptimizer(optimizer, op=hvd.Sum)."
             )
         is_mean = how in MEANS and _is_of_keras(loss)
-        if is_mean and is_added and (weight or 1) > 1 / size:
+        if is_mean and is_added and weight > 1 / size:
             return (
                 f"{received}; expected a sum over samples: with op=hvd.Sum the "
                 f"gradient of a mean is {size} times what one process computes. Use "
@@ -116,7 +119,11 @@ def check_computed_losses() -> None:
         # Keras makes the losses of `compile` in its first call.
         loss = compute_loss(self, x, y, y_pred, sample_weight, training)
         if reductions and self._compile_loss is not None:
-            _check_losses(self, reductions, training)
+            losses = [(loss, w) for _, loss, w, _ in self._compile_loss._flat_losses]
+            if training:
+                _warn_of_mismatch(losses, reductions)
+            if reductions[0].op == Sum:
+                _log_sums(self, losses)
         return loss
 
     replace(keras.Model, "compute_loss", compute_checked, by=check_computed_losses)
@@ -129,17 +136,16 @@ def _reductions(model: keras.Model) -> list[Reduction]:
     return [each for each in reductions if needs_communication(each.process_set)]
 
 
-def _check_losses(
-    model: keras.Model, reductions: list[Reduction], training: bool
+def _warn_of_mismatch(
+    losses: Sequence[WeightedLoss], reductions: Iterable[Reduction]
 ) -> None:
-    losses = [(loss, weight) for _, loss, weight, _ in model._compile_loss._flat_losses]
-    if training:
-        for reduction in reductions:
-            text = find_mismatch(losses, reduction)
-            if text and reduction.process_set.rank() == 0:
-                _warn(text)
-    if reductions[0].op != Sum:
-        return
+    for reduction in reductions:
+        text = find_mismatch(losses, reduction)
+        if text and reduction.process_set.rank() == 0:
+            _warn(text)
+
+
+def _log_sums(model: keras.Model, losses: Sequence[WeightedLoss]) -> None:
     # Keras logs the mean of the losses of batches. A loss that is a sum is a part of
     # the sum over all ranks, whose number of batches is that of one rank.
     sums = [loss.reduction == "sum" for loss, _ in losses]

@@ -48,7 +48,7 @@ def set_aggregation(variable: keras.Variable, aggregation: str) -> keras.Variabl
             self.largest = metrics.set_aggregation(largest, "max")
 
     Args:
-        aggregation: "sum", "mean", "only_first_replica", "max" or "min".
+        aggregation: "sum" or "none", "mean", "only_first_replica", "max" or "min".
 
     Raises:
         ValueError: for another name.
@@ -67,14 +67,14 @@ def _aggregation(variable: keras.Variable) -> str:
 
 
 class Share(NamedTuple):
-    """The part of a rank in a sum over ranks.
+    """The rank of this process among the ranks with a value, and their number.
 
     Attributes:
-        place: of this rank among those with a value; None if it has none.
+        rank: None if this rank has no value.
         size: number of ranks with a value.
     """
 
-    place: int | None
+    rank: int | None
     size: int
 
 
@@ -169,8 +169,7 @@ def _warn(text: str) -> None:
 def warn_of_states(metrics: Sequence[keras.Metric]) -> None:
     """Warn once of each metric that the sum of states may give another value.
 
-    Call it on one rank, after the reduction: where warnings are errors, the other ranks
-    would block in it.
+    Call it on one rank.
     """
     for metric in _with_inner_metrics(metrics):
         kind = f"{metric.name!r} ({type(metric).__name__})"
@@ -188,7 +187,7 @@ def warn_of_states(metrics: Sequence[keras.Metric]) -> None:
         if (axis := _axis_of_samples(metric)) is not None:
             _warn(
                 f"The metric {kind} is computed of the samples of a batch ({axis}), "
-                "and a batch is that of one rank: the result is a mean over ranks, and "
+                "by each rank from its own batch: the result is a mean over ranks, and "
                 "not the result of one process. Compute it of hvd.allgather(y_true) "
                 "and hvd.allgather(y_pred), or of the predictions for all samples."
             )
@@ -264,11 +263,11 @@ def _addend(aggregation: str, state: tf.Tensor, share: Share) -> tf.Tensor:
     if aggregation in _EXTREMES:
         # A row for each rank: the sum over ranks has all values.
         rows = [tf.zeros_like(state)] * share.size
-        if share.place is not None:
-            rows[share.place] = state
+        if share.rank is not None:
+            rows[share.rank] = state
         return tf.stack(rows)
     is_first_alone = aggregation == "only_first_replica"
-    is_added = share.place == 0 if is_first_alone else share.place is not None
+    is_added = share.rank == 0 if is_first_alone else share.rank is not None
     return state if is_added else tf.zeros_like(state)
 
 

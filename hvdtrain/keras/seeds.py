@@ -51,7 +51,7 @@ def separate_seeds(
 ) -> None:
     """Make the seeds of random layers different on ranks that have equal ones.
 
-    So is the seed of Keras' own generator.
+    The seed of `keras.random` is made different as well.
 
     Ranks that are seeded alike (`keras.utils.set_random_seed(1)` everywhere) would
     drop the same units for all of the global batch. All ranks' seeds are gathered; a

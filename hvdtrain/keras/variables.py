@@ -67,8 +67,7 @@ def broadcast_variables(
     seeds = [v for v in replicated if is_separated and is_seed_state(v)]
     assigned = [v for v in replicated if not (is_separated and is_seed_state(v))]
     ops.broadcast_variables(assigned, root_rank, process_set, inplace)
-    # Variables of an optimizer alone do not say whether ranks share a replica.
-    if is_separated and any(v.trainable for v in variables):
+    if seeds:
         separate_seeds(seeds, process_set)
     if tf.executing_eagerly():
         layer_state.refresh_owners(assigned)

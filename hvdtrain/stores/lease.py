@@ -106,7 +106,8 @@ class Lease:
 
     def _abort_uploads(self, number: int, *, late_seconds: float) -> None:
         """Abort the uploads of a holder, which may be later than its last renewal."""
-        with contextlib.suppress(FileNotFoundError):
+        # The lease is taken by now: the job must not end for parts that cost money.
+        with contextlib.suppress(FileNotFoundError, StoreError):
             written = self._store.modified(_name(number))
             self._store.abort_uploads(written + late_seconds)
 

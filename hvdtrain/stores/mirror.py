@@ -157,8 +157,8 @@ class Mirror:
         for export in complete:
             (self.directory / export).mkdir(parents=True, exist_ok=True)
         self._remote.update(sizes.keys() & _RESUMED_FILES)
-        # Of an export that is not complete, the upload was killed, or is a copy in
-        # progress: a later one that is complete supersedes it.
+        # An incomplete export is a killed upload or a copy in progress: a complete one
+        # of a later step supersedes it.
         self._remote.update(
             name
             for name, export in exported.items()

@@ -246,8 +246,8 @@ class ObjectStore:
         them after some days. Warn where the store does not allow it.
 
         Args:
-            before: time, by the store's clock, of the start of the last one to abort.
-                A later one is a copy in progress.
+            before: time by the store's clock. Uploads that started later may be a copy
+                in progress, and are kept.
         """
         if "s3" not in self._fs.protocol:
             return

@@ -52,7 +52,7 @@ class _State:
 
     kind: str
     values: Any
-    arguments: list[str] = dataclasses.field(default_factory=list)
+    arguments: list[str]
 
 
 class CallbackStates:

@@ -367,7 +367,7 @@ class _RecentMetrics:
         metrics = self._model.metrics
         if self._process_set:
             totals = combined(metric_variables(metrics), totals, size)
-            if self._share.place == 0:
+            if self._share.rank == 0:
                 warn_of_states(metrics)
         recent = results(metrics, totals)
         return {

@@ -29,7 +29,12 @@ def make_host(monkeypatch):
             ]
             for name, *found in interfaces
         }
-        running = {name: SimpleNamespace(isup=name != "down0") for name in entries}
+        # Linux knows no labels here.
+        running = {
+            name: SimpleNamespace(isup=name != "down0")
+            for name in entries
+            if ":" not in name
+        }
         monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
         monkeypatch.setattr(psutil, "net_if_stats", lambda: running)
         monkeypatch.setattr(socket, "gethostname", lambda: "pod4")
@@ -110,8 +115,9 @@ def test_a_network_that_is_not_here_is_one_line(make_host, monkeypatch, value):
 
 
 def test_the_interface_of_an_address(make_host):
-    make_host(LO, ETH0)
+    make_host(LO, ETH0, ("eth0:1", "10.99.0.4"))
     assert addresses.interface_of("fd00::4") == "eth0"
-    assert addresses.outer_ipv4() == ["10.77.0.4"]
+    assert addresses.interface_of("10.99.0.4") == "eth0:1"
+    assert addresses.outer_ipv4() == ["10.77.0.4", "10.99.0.4"]
     with pytest.raises(OSError, match="pod4 has no network interface with the address"):
         addresses.interface_of("10.9.9.9")

@@ -304,8 +304,8 @@ SHELL = {"SLURM_PTY_PORT": "4", "SLURM_PROCID": "0"}
 @pytest.mark.parametrize(
     ("environ", "declared", "doubt"),
     [
-        (SLURM | HERE | SHELL, "SLURM_STEP_NUM_TASKS of 2", "by srun --overlap"),
-        (SHELL | {"HVDTRAIN_DECLARED": "4 x 2"}, "4 x 2, which", "by srun --overlap"),
+        (SLURM | HERE | SHELL, "SLURM_STEP_NUM_TASKS of 2", "srun --overlap"),
+        (SHELL | {"HVDTRAIN_DECLARED": "4 x 2"}, "4 x 2, which", "srun --overlap"),
         (SLURM | HERE | {"SLURM_DISTRIBUTION": "arbitrary"}, "", "HVDTRAIN_ADDRESS to"),
         (SLURM | HERE | {"SLURM_HET_SIZE": "2"}, "", "HVDTRAIN_ADDRESS to"),
     ],

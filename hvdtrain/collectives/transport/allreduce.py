@@ -22,6 +22,7 @@ from hvdtrain.collectives.transport.reduction import (
     Average,
     Reduction,
     Sum,
+    is_sparse,
     op_name,
 )
 from hvdtrain.collectives.transport.signature import Signature
@@ -227,7 +228,7 @@ def allreduce(
     """
     if not values:
         return []
-    if any(map(_is_slices, values)):
+    if any(map(is_sparse, values)):
         _check_op_of_slices(reduction)
     values = [_as_dense_or_slices(value) for value in values]
     name = graph.operation_name(name or "Allreduce", reduction.process_set)
@@ -260,30 +261,26 @@ def _reduce_buckets(
     first: list[tf.Tensor] = []
     for number, indices in enumerate(buckets):
         bucket = [sent[i] for i in indices]
-        is_sparse = _is_slices(bucket[0])
-        device = reduction.device_sparse if is_sparse else reduction.device_dense
-        exchange = _allgather_slices if is_sparse else method(bucket, reduction)
+        has_slices = is_sparse(bucket[0])
+        device = reduction.device_sparse if has_slices else reduction.device_dense
+        exchange = _allgather_slices if has_slices else method(bucket, reduction)
         # The guard of the first bucket holds the signature of the whole list. Other
         # buckets start after it: of lists that differ, none may be in flight.
         with tf.device(device), tf.control_dependencies(first):
             reduced = exchange(bucket, f"{name}_{number}", reduction, signature)
-        first = first or [reduced[0].values if is_sparse else reduced[0]]
+        first = first or [reduced[0].values if has_slices else reduced[0]]
         for i, result in zip(indices, reduced, strict=True):
             results[i] = result
     return results
 
 
 def _is_native(value: tf.Tensor | tf.IndexedSlices, reduction: Reduction) -> bool:
-    return not _is_slices(value) and native_reduction.covers(value, reduction)
-
-
-def _is_slices(value: object) -> bool:
-    return isinstance(value, tf.IndexedSlices)
+    return not is_sparse(value) and native_reduction.covers(value, reduction)
 
 
 def _as_dense_or_slices(value: TensorLike) -> tf.Tensor | tf.IndexedSlices:
     value = dtypes.as_tensorflow(value)
-    if not _is_slices(value):
+    if not is_sparse(value):
         return tf.convert_to_tensor(value)
     # Horovod takes lists for values and indices, too.
     values, indices = dtypes.as_tensors([value.values, value.indices])

@@ -89,7 +89,7 @@ class Reduction:
         scaled = [dtypes.map_values(scale, value) for value in values]
         # Horovod compresses dense tensors only, too.
         pairs = [
-            (value, None) if _is_slices(value) else self.compression.compress(value)
+            (value, None) if is_sparse(value) else self.compression.compress(value)
             for value in scaled
         ]
         return [sent for sent, _ in pairs], [context for _, context in pairs]
@@ -102,7 +102,7 @@ class Reduction:
             dtypes.map_values(
                 self._finish_values,
                 result
-                if _is_slices(result)
+                if is_sparse(result)
                 else self.compression.decompress(result, context),
             )
             for result, context in zip(results, contexts, strict=True)
@@ -128,7 +128,8 @@ class Reduction:
         return op_name(self.op) + scaled
 
 
-def _is_slices(value: object) -> bool:
+def is_sparse(value: object) -> bool:
+    """Return whether a value is `tf.IndexedSlices`."""
     return isinstance(value, tf.IndexedSlices)
 
 

@@ -117,10 +117,10 @@ class ImageFolder(Source):
             sizes.append(np.array(list(images.values()), np.int64))
         self._names = bytes(names)
         self._ends = np.cumsum(np.concatenate(lengths))
-        self._sizes = np.concatenate(sizes)
-        # When an image on a disk was written, from its first read on. Listing the times
-        # would take a request for each image where the disk is a network's.
-        self._times = np.zeros_like(self._sizes)
+        # In a store, their sizes. On a disk, when an image was written, from its first
+        # read on: listing the times would take a request for each image where the disk
+        # is a network's.
+        self._versions = np.concatenate(sizes)
 
     def __len__(self) -> int:
         return self._class_starts[-1]
@@ -184,14 +184,14 @@ class ImageFolder(Source):
         for name, index in zip(names, indices.tolist(), strict=True):
             path = f"{self._directory}/{name}"
             content, time = _read_file(path)
-            if self._times[index] not in (0, time):
+            if self._versions[index] not in (0, time):
                 raise changed(path)
-            self._times[index] = time
+            self._versions[index] = time
             yield content
 
     def _read_remote(self, names: list[str], indices: np.ndarray) -> Iterable[bytes]:
         ranges = []
-        for name, size in zip(names, self._sizes[indices].tolist(), strict=True):
+        for name, size in zip(names, self._versions[indices].tolist(), strict=True):
             path, key = f"{self._directory}/{name}", f"{self._root}/{name}"
             ranges.append((RemoteFile(self._filesystem, path, key, size, ""), 0, size))
         return read_ranges(ranges)
@@ -203,8 +203,9 @@ def _exists(
     if is_kind(entry):
         return True
     # Without the error, the samples or the classes would be fewer.
-    is_dangling = entry.is_symlink() and not os.path.exists(entry.path)
-    if is_dangling and not entry.name.startswith("."):
+    suffix = os.path.splitext(entry.name)[1].lower()
+    is_wanted = suffix.encode() in (b"", *_SUFFIXES) and not entry.name.startswith(".")
+    if is_wanted and entry.is_symlink() and not os.path.exists(entry.path):
         raise DataError(
             f"Received {entry.path}, a link to a file that does not exist; expected an "
             "image or a class: fetch it, or remove the link."

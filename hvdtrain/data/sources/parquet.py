@@ -208,7 +208,7 @@ class Parquet(Source):
                 source,
                 metadata=metadata,
                 pre_buffer=source is file.path,
-                # Of the pages that have a checksum.
+                # Only pages that were written with a checksum are verified.
                 page_checksum_verification=True,
             ) as contents:
                 # No threads of its own: several row groups are read at a time.

@@ -93,6 +93,6 @@ class RecordFiles(Source, Generic[Opened]):
     ) -> list[bytes]:
         """Return the records of one file at `numbers` (int64, of shape (n,)).
 
-        It checks once that a file on a disk has not changed: 2 µs of a batch.
+        Implementations call `file.check()` once for a file on a disk: 2 µs of a batch.
         """
         raise NotImplementedError

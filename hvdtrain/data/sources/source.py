@@ -446,10 +446,10 @@ def cast(array: np.ndarray, dtype: np.typing.DTypeLike, where: str) -> np.ndarra
     """
     with np.errstate(all="ignore"):
         result = array.astype(dtype)
-    if np.issubdtype(result.dtype, np.floating):
-        is_lost = np.isinf(result) & np.isfinite(array)
-    else:
+    if result.dtype.kind in "iub":
         is_lost = result != array
+    else:
+        is_lost = np.isinf(result) & np.isfinite(array)
     if is_lost.any():
         raise DataError(
             f"Received {array[is_lost][0]}{where}; expected a number that "

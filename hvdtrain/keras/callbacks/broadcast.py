@@ -141,7 +141,11 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
             # Only an optimizer that reduces gradients keeps the ranks equal.
             if get_hook(self.model.optimizer):
                 check_trained(
-                    self.model, local_keys=self._local_keys, remedy=BROADCAST_AGAIN
+                    self.model,
+                    local_keys=self._local_keys,
+                    remedy=BROADCAST_AGAIN,
+                    # A layer may have changed them in its call.
+                    includes_untrained=False,
                 )
             return
         if is_built:

@@ -168,18 +168,19 @@ def check_trained(
     local_keys: Set[object] = frozenset(),
     remedy: str = CHECK_SETUP,
     includes_learned: bool = True,
+    includes_untrained: bool = True,
 ) -> None:
     """Call `check_model` with the variables that are equal in a training.
 
-    Moving statistics of `BatchNormalization` are left out, and so are weights with
-    `aggregation="mean"` that are not trainable.
-
     Args:
         local_keys, remedy, includes_learned: as in `check_model`.
+        includes_untrained: whether to compare `undeclared_weights`.
     """
     local_keys = local_keys | _all_local_keys(model)
     process_set = get_process_set(model.optimizer)
-    checked = undeclared_weights(model, process_set, local_keys)
+    checked = (
+        undeclared_weights(model, process_set, local_keys) if includes_untrained else ()
+    )
     untrained = {variable_key(v) for v in model.non_trainable_weights}
     excluded = local_keys | (untrained - {variable_key(v) for v in checked})
     variables = non_local_variables(model, local_keys=excluded)
