@@ -61,7 +61,9 @@ def shard_when_created(
 
     def initialize(variable: keras.Variable) -> None:
         initialize_full(variable)
-        if found := awaited.pop(id(variable), None):
+        found = awaited.pop(id(variable), None)
+        # While a function is traced, the variable has no value yet.
+        if found and tf.executing_eagerly():
             _, shard = found
             shard(variable)
 

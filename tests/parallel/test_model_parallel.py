@@ -188,11 +188,12 @@ def small(*layers):
     return keras.Model(inputs, x)
 
 
-def fit_small(model, optimizer="sgd"):
+def fit_small(model, optimizer="sgd", wrap=lambda inputs: inputs, run_eagerly=True):
     rng = np.random.default_rng(4)
     x, y = rng.normal(size=(BATCH, 6)), rng.normal(size=(BATCH, CLASSES))
-    model.compile(optimizer, "mse", run_eagerly=True)
-    model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), verbose=0)
+    model.compile(optimizer, "mse", run_eagerly=run_eagerly)
+    data = tf.data.Dataset.from_tensor_slices((wrap(x), y)).batch(BATCH)
+    model.fit(data, verbose=0)
     return model
 
 
@@ -318,6 +319,28 @@ def test_a_model_that_is_built_late_or_outside_is_sharded_in_its_first_step(is_l
         model = fit_small(late if is_late else outside)
     assert local_shard(model.get_layer("up").kernel).shape == (6, 12 // SIZE)
     assert difference(model.get_weights(), expected.get_weights()) < 1e-6
+
+
+class OfNames(keras.Model):
+    """Keras builds its layers while it infers shapes, since it takes a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.out = dense(12, "up"), dense(CLASSES, "out")
+
+    def call(self, inputs):
+        return self.out(self.up(inputs["x"]))
+
+
+def test_layers_that_keras_builds_in_a_trace_are_sharded_in_the_first_step():
+    expected = fit_small(small(dense(12, "up")))
+    for run_eagerly in (True, False):
+        with distribution(SIZE, {".*up/kernel": (None, "model")}).scope():
+            model = fit_small(
+                OfNames(), wrap=lambda x: {"x": x}, run_eagerly=run_eagerly
+            )
+        assert local_shard(model.up.kernel).shape == (6, 12 // SIZE)
+        assert difference(model.get_weights(), expected.get_weights()) < 1e-6
 
 
 def test_frozen_weights_and_lora_train_as_in_one_process():
