@@ -1,6 +1,7 @@
 """Weights that layers update from the batches of a rank, combined over the ranks."""
 
 import warnings
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ from hvdtrain.collectives import ops, transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.callbacks import fit_start
+from hvdtrain.keras.callbacks.joining import JoinCallback
 from hvdtrain.keras.consistency import find_differing
 from hvdtrain.keras.layers import (
     averaged_weights,
@@ -144,6 +146,8 @@ class AverageMovingStatisticsCallback(fit_start.SharedCallback):
     all statistics by the statistics of the rank with the most steps. A model that is
     saved within an epoch holds the statistics of its rank.
     """
+
+    belongs_after: ClassVar = (JoinCallback,)
 
     def __init__(self) -> None:
         super().__init__()

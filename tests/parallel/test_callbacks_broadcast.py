@@ -18,6 +18,7 @@ from hvdtrain.keras.callbacks import broadcast
 from hvdtrain.keras.replication import non_local_variables
 from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.keras.variables import variable_key
+from hvdtrain.output import name_ranks
 
 
 def randomize(model):
@@ -898,10 +899,61 @@ def test_unequal_numbers_of_steps_after_a_fit_that_failed():
 def test_join_callback_on_one_rank_is_refused():
     joining = [hvd.callbacks.JoinCallback()] if hvd.rank() == 0 else []
     others = list(range(1, hvd.size()))
-    with pytest.raises(ValueError, match="Put JoinCallback on every rank") as error:
+    with pytest.raises(ValueError, match="have different callbacks") as error:
         fit_shard(sgd_model(), *joining)
-    assert f"it is on ranks [0] and not on ranks {others}" in str(error.value)
+    expected = f"Received: JoinCallback on rank 0 and not on {name_ranks(others)}. Pass"
+    assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("MetricAverage Join", "MetricAverageCallback before JoinCallback."),
+        pytest.param(
+            "AverageMovingStatistics Join",
+            "AverageMovingStatisticsCallback before JoinCallback.",
+            marks=pytest.mark.long,
+        ),
+        ("StopTogether Join", "StopTogetherCallback before JoinCallback."),
+        # On rank 0 alone: refused on every rank.
+        ("StopTogether EarlyStopping", "StopTogetherCallback before EarlyStopping."),
+    ],
+)
+def test_callbacks_in_an_order_that_would_block_are_refused(names, expected):
+    callbacks = [
+        getattr(hvd.callbacks, f"{name}Callback")()
+        for name in names.split()
+        if name != "EarlyStopping"
+    ]
+    if "EarlyStopping" in names:
+        callbacks += on_rank_0(keras.callbacks.EarlyStopping("loss"))
+    with pytest.raises(ValueError, match=f"wrong order. Received: {expected}") as error:
+        fit_unequal_steps(*callbacks, steps_per_epoch=3)
+    assert "\n" not in str(error.value)
+    if "Join" in names:
+        inputs, labels = oracle.samples(steps=1)
+        with pytest.raises(ValueError, match=f"wrong order. Received: {expected}"):
+            oracle.fit_shard(sgd_model(), inputs, labels, callbacks=callbacks)
+
+
+def test_callbacks_in_another_order_on_each_rank_are_refused():
+    names = ["MetricAverageCallback", "StopTogetherCallback"]
+    callbacks = [getattr(hvd.callbacks, name)() for name in names]
+    with pytest.raises(ValueError, match="in different orders") as error:
+        fit_shard(sgd_model(), *callbacks[:: 1 if hvd.rank() == 0 else -1])
+    assert f"{', '.join(names)} on rank 0 and Broadcast" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_callback_compares_ranks_in_mid_epoch_beside_a_join():
+    # After 7 steps, the ranks are in different steps of an epoch.
+    callbacks = [
+        hvd.callbacks.JoinCallback(),
+        hvd.callbacks.StopTogetherCallback(every_steps=7),
+        hvd.callbacks.ConsistencyCheckCallback(every_steps=7),
+    ]
+    assert fit_unequal_steps(*callbacks, epochs=3) == 3 * (2 + hvd.size())
 
 
 def on_rank_0(*callbacks):

@@ -86,12 +86,12 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         ValueError: in `fit`, on every rank, if the ranks' models or optimizers have
             different variables, if they would take different numbers of steps without
             `JoinCallback` or start in different epochs, if only some of them have a
-            callback of `hvd.callbacks` that calls collectives, or if several have a
-            callback of Keras that writes one file; if `root_rank` does not
-            train with them, if the optimizer of Keras' own `train_step` is not
-            distributed (also before each batch: a callback may compile the model
-            again), if rank 0 alone has loaded a state that is sharded (`shard_state`),
-            or for a model without `call` that has not been built.
+            callback of `hvd.callbacks` that calls collectives, if their order is wrong
+            or differs, or if several ranks have a callback of Keras that writes one
+            file; if `root_rank` does not train with them, if the optimizer of Keras'
+            own `train_step` is not distributed (also before each batch: a callback may
+            compile the model again), if rank 0 alone has loaded a state that is sharded
+            (`shard_state`), or for a model without `call` that has not been built.
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
         DesynchronizedError: in `fit`, on every rank, if the ranks differ in what is in
             no variable, such as vocabularies of layers or the momentum of SGD; have
@@ -180,9 +180,7 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         check_root(self.root_rank, process_set)
         agreement = fit_start.agree(
             self.model,
-            steps=(self.params or {}).get("steps"),
-            callbacks=fit_start.shared_callbacks(self),
-            paths=fit_start.written_paths(fit_start.callbacks_beside(self), self.model),
+            callback=self,
             needs_broadcast=not self.broadcast_done,
             root_rank=self.root_rank,
             process_set=process_set,

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.keras.callbacks.fit_start import SharedCallback
+from hvdtrain.keras.callbacks.fit_start import SharedCallback, joins
 from hvdtrain.keras.callbacks.stopping import EverySteps
 from hvdtrain.keras.consistency import CHECK_SETUP, check_consistency, trains_stages
 from hvdtrain.keras.layers import undeclared_weights
@@ -48,7 +48,9 @@ class ConsistencyCheckCallback(SharedCallback):
     training begins.
 
     Args:
-        every_steps: training steps from one check to the next.
+        every_steps: training steps from one check to the next. With `JoinCallback`,
+            whose ranks take unequal numbers of steps, there are the first check and
+            the last alone.
         local_variables: further variables that may differ by rank.
     """
 
@@ -85,7 +87,7 @@ class ConsistencyCheckCallback(SharedCallback):
         self._is_due = False
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self._is_due |= self._interval(batch)
+        self._is_due |= self._interval(batch) and not joins(self)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         self._check_trained(includes_learned=False)

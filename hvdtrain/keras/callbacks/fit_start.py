@@ -1,11 +1,13 @@
 """What all ranks agree on when `fit` starts, and the errors if they cannot."""
 
 import collections
+import inspect
+import itertools
 import os
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 import numpy as np
@@ -75,25 +77,56 @@ class _FitStart(NamedTuple):
     first_epoch: int
     # Checksum of the names of its callbacks that all ranks need.
     callbacks: int
+    # Whether they are in a wrong order: see `misplaced`.
+    is_misplaced: bool
     # Number of files that its callbacks write: see `written_paths`.
     files: int
 
 
 # The key of `params`, which Keras gives to all callbacks of one `fit`.
-_NAMES = "hvdtrain_callbacks"
+_SHARED = "hvdtrain_callbacks"
 
 
 class SharedCallback(keras.callbacks.Callback):
     """A callback that all ranks need, since it calls collectives."""
 
+    # Whether its `fit` accepts unequal numbers of batches.
+    joins: ClassVar[bool] = False
+    # Callbacks that may not come after it in the list.
+    belongs_after: ClassVar[tuple[type[keras.callbacks.Callback], ...]] = ()
+
     def set_params(self, params: dict[str, Any]) -> None:
         super().set_params(params)
-        params.setdefault(_NAMES, []).append(type(self).__name__)
+        params.setdefault(_SHARED, []).append(self)
+
+
+def _shared(callback: keras.callbacks.Callback) -> Sequence[SharedCallback]:
+    return (callback.params or {}).get(_SHARED, ())
 
 
 def shared_callbacks(callback: keras.callbacks.Callback) -> list[str]:
     """Return the names of the `SharedCallback`s of the `fit` of `callback`."""
-    return sorted((callback.params or {}).get(_NAMES, ()))
+    return [type(each).__name__ for each in _shared(callback)]
+
+
+def joins(callback: keras.callbacks.Callback) -> bool:
+    """Return whether `JoinCallback` is in the `fit` of `callback`."""
+    return any(each.joins for each in _shared(callback))
+
+
+def misplaced(callbacks: Iterable[keras.callbacks.Callback]) -> str:
+    """Return the text of an error: a pair in the wrong order; "" if there is none."""
+    for earlier, later in itertools.combinations(callbacks, 2):
+        if isinstance(earlier, SharedCallback) and isinstance(
+            later, earlier.belongs_after
+        ):
+            names = type(later).__name__, type(earlier).__name__
+            return (
+                "The ranks would block in different collectives: callbacks are in the "
+                f"wrong order. Received: {names[1]} before {names[0]}. Put {names[0]} "
+                f"before {names[1]} in the list."
+            )
+    return ""
 
 
 # The attribute with the path that a callback of Keras writes to. Those of TensorBoard
@@ -111,8 +144,8 @@ def callbacks_beside(
     callback: keras.callbacks.Callback,
 ) -> Sequence[keras.callbacks.Callback]:
     """Return the callbacks of the `fit` that has called a method of `callback`."""
-    # Keras passes the list to no callback.
-    for frame, _ in traceback.walk_stack(None):
+    # Keras passes the list to no callback. Without a frame, Python 3.11 skips three.
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         owner = frame.f_locals.get("self")
         if isinstance(owner, keras.callbacks.CallbackList):
             return owner.callbacks
@@ -236,9 +269,7 @@ class Agreement(NamedTuple):
 def agree(
     model: keras.Model,
     *,
-    steps: int | None,
-    callbacks: Sequence[str],
-    paths: Mapping[str, str],
+    callback: keras.callbacks.Callback,
     needs_broadcast: bool,
     root_rank: int,
     process_set: ProcessSet,
@@ -246,41 +277,46 @@ def agree(
     """Make all ranks start `fit` in the epoch of `root_rank`. A collective.
 
     Args:
-        steps: number of steps in an epoch of this rank, or None if unknown.
-        callbacks: see `shared_callbacks`.
-        paths: see `written_paths`.
+        callback: one of the callbacks of this `fit`, which is in `on_train_begin`.
         needs_broadcast: whether this rank needs `root_rank`'s weights.
 
     Raises:
         ValueError: on every rank, if their numbers of steps differ, if only some of
-            them have a callback that all need, or if several write one file.
+            them have a callback that all need, if callbacks are in a wrong order or in
+            different ones, or if several ranks write one file.
     """
+    callbacks, beside = shared_callbacks(callback), callbacks_beside(callback)
+    fault, paths = misplaced(beside), written_paths(beside, model)
+    steps = (callback.params or {}).get("steps")
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
     start = _FitStart(
         needs_broadcast=needs_broadcast or is_restored,
         is_built=is_built(model),
-        joins=getattr(model, "_hvdtrain_joins", False),
+        joins=joins(callback),
         steps=NONE if steps is None else steps,
         first_epoch=NONE if epoch is None else epoch,
         callbacks=zlib.crc32(" ".join(callbacks).encode()),
+        is_misplaced=bool(fault),
         files=len(paths),
     )
     rows = ops.allgather(
         np.array([start], "int64"), "TrainingStart", process_set=process_set
     )
     starts = [_FitStart(*row) for row in rows.numpy().tolist()]
-    # A fit that fails skips on_train_end. JoinCallback sets the mark in each fit.
-    model._hvdtrain_joins = False
-    _check_joins(starts, process_set.ranks)
     if len({start.callbacks for start in starts}) > 1:
         names_by_rank = allgather_object(
-            list(callbacks), name="Callbacks", process_set=process_set
+            callbacks, name="Callbacks", process_set=process_set
         )
         raise ValueError(callbacks_differ(names_by_rank, process_set.ranks))
+    if any(start.is_misplaced for start in starts):
+        faults = allgather_object(
+            fault, name="MisplacedCallbacks", process_set=process_set
+        )
+        raise ValueError(next(filter(None, faults)))
     if sum(start.files > 0 for start in starts) > 1:
         paths_by_rank = allgather_object(
-            dict(paths), name="WrittenFiles", process_set=process_set
+            paths, name="WrittenFiles", process_set=process_set
         )
         if text := written_twice(paths_by_rank, process_set.ranks):
             raise ValueError(text)
@@ -318,7 +354,11 @@ def check_first_epoch(epoch: int | None, *, process_set: ProcessSet) -> None:
 def callbacks_differ(
     names_by_rank: Sequence[Sequence[str]], ranks: Sequence[int]
 ) -> str:
-    """Return the text of an error: which callbacks are on which ranks; "" if equal."""
+    """Return the text of an error: which callbacks are on which ranks; "" if equal.
+
+    Args:
+        names_by_rank: the names on each rank, in the order of its list.
+    """
     counts_by_rank = [collections.Counter(names) for names in names_by_rank]
     texts = []
     for name in sorted(set().union(*counts_by_rank)):
@@ -332,24 +372,19 @@ def callbacks_differ(
                 else f"{name} {name_values(groups, '{} times'.format)}"
             )
     if not texts:
-        return ""
+        orders = group_by_value(names_by_rank, ranks)
+        if len(orders) == 1:
+            return ""
+        return (
+            "The ranks have callbacks in different orders: they would block in "
+            f"different collectives. Received: {name_values(orders, ', '.join)}. Pass "
+            "them in one order on every rank."
+        )
     return (
         "The ranks have different callbacks: those that call collectives would block. "
         f"Received: {'; '.join(texts)}. Pass them to fit on every rank; callbacks that "
         "only print or write files may be on rank 0 alone."
     )
-
-
-def _check_joins(starts: Sequence[_FitStart], ranks: Sequence[int]) -> None:
-    # A rank that joins blocks until all ranks have joined.
-    joining = [rank for rank, start in zip(ranks, starts, strict=True) if start.joins]
-    others = [rank for rank in ranks if rank not in joining]
-    if joining and others:
-        raise ValueError(
-            "Only some ranks have hvd.callbacks.JoinCallback: they would block in a "
-            f"join. Received: it is on ranks {joining} and not on ranks {others}. Put "
-            "JoinCallback on every rank."
-        )
 
 
 def _check_steps(starts: Sequence[_FitStart], ranks: Sequence[int]) -> None:

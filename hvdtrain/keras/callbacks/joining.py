@@ -1,6 +1,7 @@
 """Ranks with unequal numbers of batches."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -8,12 +9,17 @@ import numpy as np
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Average
+from hvdtrain.keras.callbacks.fit_start import (
+    SharedCallback,
+    callbacks_beside,
+    misplaced,
+)
 from hvdtrain.keras.replication import get_hook, get_local_keys, non_local_variables
 from hvdtrain.keras.variables import find_optimizers, get_inner_optimizer
 from hvdtrain.sharding.shards import is_split_over_ranks
 
 
-class JoinCallback(keras.callbacks.Callback):
+class JoinCallback(SharedCallback):
     """Lets a rank without further batches wait for the others, epoch by epoch.
 
     The ranks that still have batches continue, and their gradients are averaged over
@@ -28,14 +34,20 @@ class JoinCallback(keras.callbacks.Callback):
     without it. A window that is still open at the end of an epoch continues in the
     next one.
 
-    Put it before callbacks that call collectives at the end of an epoch. While a rank
+    Put it before callbacks that call collectives at the end of an epoch: another order
+    is refused at the start. While a rank
     waits, the others may only reduce dense tensors over all ranks: use
     `sparse_as_dense=True` with embeddings, no bfloat16 compression, no
     `SyncBatchNormalization`, no process sets, and callbacks that call collectives
     between epochs only.
 
+    Raises:
+        ValueError: in `fit`, for callbacks before it that belong after it.
+
     Source: `join` and its cost are Horovod's; see `horovod.tensorflow.join`.
     """
+
+    joins: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +68,12 @@ class JoinCallback(keras.callbacks.Callback):
                 "not update its shards of the weights. Deal equally many batches to "
                 "every rank instead."
             )
-        # `fit_start.agree` accepts unequal numbers of steps then.
-        model._hvdtrain_joins = True
 
-    def on_train_end(self, logs: dict | None = None) -> None:
-        # The next `fit` may be without this callback.
-        self.model._hvdtrain_joins = False
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        # Lists without BroadcastGlobalVariablesCallback, which checks others.
+        fault = misplaced(callbacks_beside(self))
+        if fault and needs_communication(global_process_set):
+            raise ValueError(fault)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._is_training = True

@@ -3,7 +3,7 @@
 import numbers
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 import numpy as np
@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.callbacks.fit_start import SharedCallback
+from hvdtrain.keras.callbacks.joining import JoinCallback
 from hvdtrain.keras.metrics import (
     Share,
     is_result,
@@ -91,6 +92,8 @@ class MetricAverageCallback(SharedCallback):
         ValueError: at the end of an epoch, on every rank, if some ranks have had no
             batch, so that their metrics have not been built.
     """
+
+    belongs_after: ClassVar = (JoinCallback,)
 
     def __init__(self, device: str = "") -> None:
         super().__init__()

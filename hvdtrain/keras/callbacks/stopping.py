@@ -1,6 +1,7 @@
 """Ends training on all ranks at the same step."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -9,7 +10,8 @@ import tensorflow as tf
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Max
-from hvdtrain.keras.callbacks.fit_start import SharedCallback
+from hvdtrain.keras.callbacks.fit_start import SharedCallback, joins
+from hvdtrain.keras.callbacks.joining import JoinCallback
 from hvdtrain.keras.consistency import compute_checksum
 from hvdtrain.keras.replication import get_hook, get_local_keys, get_training_ranks
 from hvdtrain.keras.variables import optimizers_inside, variable_key
@@ -71,12 +73,19 @@ class StopTogetherCallback(SharedCallback):
     Args:
         every_steps: training steps from one reduction to the next; there is another
             one at the end of every epoch. None for that one only: a request within an
-            epoch is not delayed, and must come from all ranks.
+            epoch is not delayed, and must come from all ranks. With `JoinCallback` it
+            is the only one, since the ranks' steps differ: a rank that stops joins.
 
     Raises:
         ValueError: at the end of `fit`, on every rank, if only some of them have
             changed their shards of a model that is sharded over ranks.
     """
+
+    belongs_after: ClassVar = (
+        JoinCallback,
+        keras.callbacks.EarlyStopping,
+        keras.callbacks.TerminateOnNaN,
+    )
 
     def __init__(self, every_steps: int | None = 100) -> None:
         super().__init__()
@@ -92,7 +101,7 @@ class StopTogetherCallback(SharedCallback):
         self._checksum = None
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        if self._is_due is None:
+        if self._is_due is None or joins(self):
             return
         # A request is kept until the next reduction: `fit` stops on no rank before.
         self._is_requested |= bool(self.model.stop_training)
