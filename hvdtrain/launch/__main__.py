@@ -96,9 +96,10 @@ def main(command: list[str]) -> None:
     try:
         run_once(Local(), work, _ranks(), start_timeout_seconds=_START_SECONDS)
     except LostRankError as error:
-        text, code = f"The first rank that failed: {error}.", error.exit_code
+        cause, code = str(error).removesuffix("."), error.exit_code
+        text = f"The first rank that failed: {cause}."
         if number := request.number:
-            text = f"Stopped by {signal.Signals(number).name}: {error}."
+            text = f"Stopped by {signal.Signals(number).name}: {cause}."
             code = 128 + number if code == 128 + signal.SIGTERM else code
         raise FailedRankError(text, code) from None
     except RunError as error:

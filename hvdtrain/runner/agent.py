@@ -68,12 +68,15 @@ def serve(address: channel.Address, slots: int = 1) -> None:
             rank: each | {JOB_SECRET: given if "HVDTRAIN_SIZE" in each else derived}
             for rank, each in start.environments.items()
         }
+        is_over = False
         try:
-            _run_ranks(connection, dataclasses.replace(start, environments=with_secret))
+            started = dataclasses.replace(start, environments=with_secret)
+            is_over = _run_ranks(connection, started)
         except OSError as error:
             _send(connection, channel.Failed(str(error)))
-        # Block until the caller ends the job or closes the connection.
-        _receive(connection)
+        if not is_over:
+            # Block until the caller ends the job or closes the connection.
+            _receive(connection)
 
 
 def job_secret(address: channel.Address) -> str:
@@ -81,7 +84,9 @@ def job_secret(address: channel.Address) -> str:
     return hmac.digest(address.key, b"secret of the ranks", "sha256").hex()
 
 
-def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
+def _run_ranks(connection: Connection, start: channel.StartRanks) -> bool:
+    """Start ranks and wait for them; return whether the caller has ended the job."""
+    deadline = float("inf")
     with contextlib.ExitStack() as stack:
         stack.callback(descendants.end, lambda: _programs(start))
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -95,7 +100,6 @@ def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
         is_removed = start.payload and os.environ.get(_LEGACY_KERAS, "0") != "0"
         if running and is_removed:
             _send(connection, channel.Output(running[0].rank, 2, _REMOVED))
-        deadline = float("inf")
         while running and time.monotonic() < deadline:
             for key, _ in selector.select(_POLL_SECONDS):
                 if key.data:
@@ -116,6 +120,7 @@ def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
                     if text := stream.read_rest():
                         _send(connection, rank.output(stream, text))
                 _send(connection, rank.ended())
+    return deadline < float("inf")
 
 
 def _programs(start: channel.StartRanks) -> Iterator[int]:

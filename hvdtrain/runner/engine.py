@@ -53,6 +53,11 @@ class Engine(Protocol):
 class RunError(RuntimeError):
     """A job of `hvdtrain.run` has not started, or has failed."""
 
+    def _render_traceback_(self) -> list[str]:
+        # IPython prints these lines in a notebook. Its own text is 50 lines with the
+        # code of frames of this package.
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Local:
     """Processes on the caller's host, the default of `hvdtrain.run`."""

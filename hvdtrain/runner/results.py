@@ -32,12 +32,14 @@ class RankError(RunError):
 
     Attributes:
         rank: the first one that failed by itself.
+        traceback: of the exception on its rank, which has printed it.
     """
 
-    def __init__(self, message: str, rank: int) -> None:
-        # Both are arguments of the exception, so that it can be pickled.
-        super().__init__(message, rank)
+    def __init__(self, message: str, rank: int, traceback: str = "") -> None:
+        # All are arguments of the exception, so that it can be pickled.
+        super().__init__(message, rank, traceback)
         self.rank = rank
+        self.traceback = traceback
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -140,6 +142,7 @@ class RunningJob:
         self._errors: list[_Error] = []
         # Hosts by rank.
         self._returned: dict[int, str] = {}
+        self._last_errors: dict[int, str] = {}
 
     def results(self) -> list[Any]:
         """Return the results by rank, or raise the error that is the cause."""
@@ -198,6 +201,9 @@ class RunningJob:
             self._lose_all(agent, "was lost: its agent has ended")
             return
         print_output(message)
+        if isinstance(message, channel.Output) and message.stream == 2:
+            for line in filter(str.strip, message.text.splitlines()):
+                self._last_errors[message.rank] = line
         if isinstance(message, channel.Failed):
             self._lose_all(agent, f"cannot be started: {message.reason}")
         if isinstance(message, channel.Ended):
@@ -211,10 +217,10 @@ class RunningJob:
 
     def _finish(self, ended: channel.Ended, agent: Agent) -> None:
         if self._work.command:
-            if ended.exit_code:
-                self._lose(
-                    ended.rank, agent, _end_text(ended.exit_code), ended.exit_code
-                )
+            if code := ended.exit_code:
+                last = self._last_errors.get(ended.rank, "") if code > 0 else ""
+                text = f"{_end_text(code)}: {last}" if last else _end_text(code)
+                self._lose(ended.rank, agent, text, code)
             return
         try:
             outcome = pickle.loads(ended.outcome)
@@ -262,8 +268,8 @@ class _Error:
             is_killed = self.exit_code < 0
             lost.exit_code = 128 - self.exit_code if is_killed else self.exit_code
             return lost
-        text = f"{name}: {self.outcome.summary}\n\n{self.outcome.traceback}".rstrip()
-        error = RankError(text, rank=self.rank)
+        text = f"{name}: {self.outcome.summary}"
+        error = RankError(text, self.rank, self.outcome.traceback)
         if self.outcome.value:
             # Only now, and if the caller has it: this imports the module of its type.
             with contextlib.suppress(Exception):
@@ -271,8 +277,9 @@ class _Error:
         return error
 
     def caused_by(self, hosts_by_rank: dict[int, str], reason: str) -> RankError:
-        """Return an error of the ranks that are the cause, above this one."""
+        """Return an error of the ranks that are the cause, which is the last line."""
         names = [f"rank {rank} on {host}" for rank, host in hosts_by_rank.items()]
-        texts = (self.outcome.conclusion, str(self.exception()))
-        text = "\n\n".join([f"{' and '.join(names)} {reason}.", *filter(None, texts)])
-        return RankError(text, rank=next(iter(hosts_by_rank)))
+        cause = f"{' and '.join(names)} {reason}."
+        texts = (str(self.exception()), cause, self.outcome.conclusion)
+        text = "\n\n".join(filter(None, texts))
+        return RankError(text, next(iter(hosts_by_rank)), self.outcome.traceback)

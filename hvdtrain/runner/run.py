@@ -7,7 +7,7 @@ from typing import Any
 import cloudpickle
 
 from hvdtrain.runner.caller import run_once
-from hvdtrain.runner.engine import Engine, Local
+from hvdtrain.runner.engine import Engine, Local, RunError
 from hvdtrain.runner.results import LostRankError, Work
 
 
@@ -53,9 +53,10 @@ def run(
             return run_once(
                 engine, work, np, start_timeout_seconds=start_timeout_seconds
             )
-        except LostRankError as error:
-            if restarts == max_restarts:
-                raise
+        except (RunError, KeyboardInterrupt) as error:
+            if not isinstance(error, LostRankError) or restarts == max_restarts:
+                # Without the frames below: none of them is the cause.
+                raise error.with_traceback(None) from error.__cause__
             restarts += 1
             print(
                 f"hvdtrain.run: {error}. Starting restart {restarts} of "

@@ -212,7 +212,8 @@ def test_an_error_names_the_rank_that_others_waited_for(case, ending, reason):
         HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="10",
     ).wait()
     assert job.returncode == 0, job.text
-    assert re.search(rf"^caught 1 rank 1 on .* {reason}", job.text, re.M), job.text
+    error = rf"^caught 1 rank 0 on [^\0]*Error: [^\0]*\n\nrank 1 on .* {reason}"
+    assert re.search(error, job.text, re.M), job.text
 
 
 @pytest.mark.parametrize("engine", ENDING_ENGINES)

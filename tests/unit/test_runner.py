@@ -163,14 +163,14 @@ RETURNED = Outcome(value=cloudpickle.dumps(None))
         (
             [(0, 1, dataclasses.replace(FAILED, conclusion=LATE, late_ranks=(1,)))],
             hvdtrain.RankError,
-            "rank 1 on h did not call a collective that other ranks waited in.\n\n"
-            f"{LATE}\n\nrank 0 on h: UnknownError: shut down\n\nTraceback",
+            "rank 0 on h: UnknownError: shut down\n\nrank 1 on h did not call a "
+            f"collective that other ranks waited in.\n\n{LATE}",
         ),
         (
             [(1, 0, RETURNED), (0, 1, FAILED)],
             hvdtrain.RankError,
-            "rank 1 on h has returned, and other ranks waited for it in a collective."
-            "\n\nrank 0 on h: UnknownError: shut down\n\nTraceback",
+            "rank 0 on h: UnknownError: shut down\n\nrank 1 on h has returned, and "
+            "other ranks waited for it in a collective.",
         ),
         (
             [(0, 1, FAILED), (1, -signal.SIGTERM, None)],
@@ -190,8 +190,8 @@ RETURNED = Outcome(value=cloudpickle.dumps(None))
         (
             [(0, 1, FAILED)],
             hvdtrain.RankError,
-            "rank 1 on h ran on 0.1 s after a collective had failed.\n\n"
-            "rank 0 on h: UnknownError: shut down\n\nTraceback",
+            "rank 0 on h: UnknownError: shut down\n\n"
+            "rank 1 on h ran on 0.1 s after a collective had failed.",
         ),
     ],
     ids=["hangs", "returns", "killed", "real_time", "guard", "unknown"],
@@ -211,6 +211,45 @@ def test_the_error_names_the_rank_that_is_the_cause(monkeypatch, ends, kind, err
         with pytest.raises(kind) as info:
             job.results()
     assert (info.type, info.value.rank, str(info.value)) == (kind, 1, error)
+    # In a notebook: IPython would print 50 lines.
+    assert info.value._render_traceback_() == [f"{kind.__name__}: {error}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("  File\nValueError: mine\n\n", " with exit code 3: ValueError: mine"),
+        ("", " with exit code 3"),
+    ],
+)
+def test_the_error_of_a_program_has_its_last_line(capsys, text, end):
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        theirs.send(channel.Output(0, 2, text))
+        theirs.send(channel.Output(0, 1, "epoch 1\n"))
+        theirs.send(channel.Ended(0, 3, b""))
+        agent = results.Agent(ours, channel.Hello("hash", "h", 1, {}), ranks=(0,))
+        job = results.RunningJob([agent], results.Work(command=("program",)))
+        with pytest.raises(
+            hvdtrain.LostRankError, match=f"rank 0 on h has ended{end}$"
+        ):
+            job.results()
+
+
+def test_the_agent_ends_when_the_caller_has_ended_the_job():
+    with contextlib.closing(channel.Listener(is_local=True)) as listener:
+        serving = threading.Thread(target=agent.serve, args=[listener.address])
+        serving.start()
+        connection, _ = listener.accept(timeout_seconds=60)
+        with connection:
+            environment = {"HOROVOD_RANK": "0", "HVDTRAIN_SIZE": "1"}
+            command = ("sh", "-c", "echo ready; exec sleep 3600")
+            connection.send(channel.StartRanks(b"", command, {0: environment}))
+            assert connection.recv().text == "ready\n"
+            connection.send(None)
+            # Before the caller closes the connection, which waits for the agent.
+            serving.join(60)
+            assert not serving.is_alive()
 
 
 @pytest.fixture
