@@ -71,6 +71,18 @@ def read_ancestors() -> Iterator[tuple[int, ProcessStat]]:
         pid = stat.parent
 
 
+def read_environment(pid: int) -> list[str]:
+    """Return the names of the variables with which a process was started.
+
+    Empty for a process that has ended, or that belongs to another user.
+    """
+    try:
+        text = (_PROC / f"{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.partition("=")[0] for line in text.split("\0") if line]
+
+
 def read_state(pid: int) -> str:
     """Return the letter of the state of a process; empty if it has ended."""
     try:

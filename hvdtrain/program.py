@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from absl import flags
@@ -57,7 +57,11 @@ _HELP = flags.DEFINE_bool("help", False, "Print this page and exit.", short_name
 
 
 def run(
-    main: Callable[..., object], *, page: str | None, operands: str | None = None
+    main: Callable[..., object],
+    *,
+    page: str | None,
+    operands: str | None = None,
+    remedies: Mapping[str, str] | None = None,
 ) -> None:
     """Parse the flags, call `main`, and exit.
 
@@ -67,6 +71,7 @@ def run(
         page: text of --help, above the list of the flags.
         operands: name of the arguments that are not flags, for a program that takes
             one or more of them. `main` then receives them as a list.
+        remedies: by the flags of similar programs, what to do in place of them.
     """
     _open_closed_streams()
     warnings.formatwarning = _warning_line
@@ -79,7 +84,8 @@ def run(
         if operands and not arguments and not _HELP.value:
             raise flags.Error(f"Received no {operands}; expected one or more")
     except flags.Error as error:
-        _leave(f"{' '.join(str(error).split())} (see --help)", code=2)
+        remedy = (remedies or {}).get(getattr(error, "flagname", ""), "see --help")
+        _leave(f"{' '.join(str(error).split())} ({remedy})", code=2)
     try:
         if not _HELP.value:
             main(*([arguments] if operands else []))

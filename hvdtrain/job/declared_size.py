@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from hvdtrain.environment import is_elastic
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.job.world import JobError
 
 _Count = Callable[[str], int]
 
@@ -89,15 +89,17 @@ def check(*, size: int) -> None:
     """Check that Horovod's job of `size` ranks is the one that was declared.
 
     Raises:
-        SharedJobError: a variable says that the job has more processes.
+        JobError: a variable says that the job has more processes.
     """
     if is_elastic() or os.environ.get("HVDTRAIN_ALONE") == "1":
         return
     declared = read(os.environ)
     if declared and declared.size > size:
-        raise SharedJobError(
+        # Every rank prints it: there may be no rank 0, where the variable is stale.
+        raise JobError(
             f"Received {declared.variable} of {declared.size} processes, but Horovod "
             f"sees jobs of {size}: each would train a model of its own. Start them by "
             "horovodrun, or by the mpirun of the MPI that Horovod was built with "
-            "(srun: --mpi=pmix); or set HVDTRAIN_ALONE=1 if each is to train alone."
+            "(srun: --mpi=pmix); or set HVDTRAIN_ALONE=1 if each is to train alone, or "
+            f"unset {declared.variable} if another job has left it."
         )

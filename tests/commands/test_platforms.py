@@ -162,6 +162,27 @@ def test_launch_ends_as_the_first_rank_that_fails(run, tmp_path, end, code, line
     assert job.lines[-1] == f"The first rank that failed: rank 1 on {host} {line}"
 
 
+@pytest.mark.parametrize(
+    ("flag", "environment", "code", "error"),
+    [
+        (
+            *("--nnodes=2", {}, 2),
+            "Unknown command line flag 'nnodes' (for several hosts, start this",
+        ),
+        # Of another job: there is no rank 0 that prints it.
+        (
+            *("--nproc_per_node=2", {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4"}, 1),
+            f"rank 1 on {socket.gethostname()}: Received HOROVOD_SIZE of 4 processes",
+        ),
+    ],
+)
+def test_a_wrong_start_by_launch_is_one_line(run, flag, environment, code, error):
+    program = [*LAUNCH, flag, "script.py"]
+    job = run([], program=program, environment=environment, forked=False)
+    assert (job.returncode, len(job.lines)) == (code, 1), job.text
+    assert job.lines[0].startswith(error)
+
+
 @pytest.mark.long
 def test_launch_passes_a_request_to_stop_to_the_ranks(start, tmp_path):
     arguments = ["--dataset=digits", "--epochs=500", f"--model_dir={tmp_path}"]

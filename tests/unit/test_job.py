@@ -1,8 +1,10 @@
 """The start and the agreement of a job, in one process."""
 
+import contextlib
 import dataclasses
 import http.client
 import os
+import subprocess
 import threading
 from unittest import mock
 
@@ -141,7 +143,6 @@ def test_init_does_not_start_horovod_alone(monkeypatch):
         # Rank 0 of any number; a pod that a variable counts.
         {"PMIX_RANK": "0"},
         {"JOB_COMPLETION_INDEX": "1"},
-        {"WORLD_SIZE": "4"},
         # The innermost launcher has started one process.
         {
             "OMPI_COMM_WORLD_SIZE": "1",
@@ -154,6 +155,68 @@ def test_init_does_not_start_horovod_alone(monkeypatch):
 def test_a_process_of_which_nothing_is_declared_may_be_alone(monkeypatch, environ):
     monkeypatch.setattr(os, "environ", environ)
     declared_size.check(size=1)
+
+
+OF_GLOO = dict.fromkeys(
+    (
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+        *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME"),
+        *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        *("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"),
+    ),
+    "1",
+)
+OF_MPI = {"OMPI_COMM_WORLD_RANK": "0", "HOROVOD_CYCLE_TIME": "1"}
+
+
+@pytest.fixture
+def launched_by(monkeypatch):
+    """Return `launched_by(name, environ)`: sets what the nearest launcher is."""
+    with contextlib.ExitStack() as stack:
+
+        def launched_by(name, environ):
+            command = ["sleep", "3600"]
+            process = stack.enter_context(subprocess.Popen(command, env=environ))
+            stack.callback(process.kill)
+            stat = mock.Mock()
+            stat.name = name
+            monkeypatch.setattr(launchers, "find_process", lambda: (process.pid, stat))
+
+        yield launched_by
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "kept"),
+    [
+        ("mpirun", OF_MPI | OF_GLOO, OF_MPI),
+        # The user's choice.
+        ("orted", OF_MPI | {"HOROVOD_CONTROLLER": "mpi"}, None),
+        # hvdtrain.run on Ray, in an allocation of mpirun: its agents drop MPI's.
+        ("mpirun", OF_GLOO, None),
+        ("horovodrun", OF_GLOO | OF_MPI, None),
+        ("slurmstepd", OF_GLOO | {"SLURM_PROCID": "0"}, None),
+    ],
+)
+def test_a_rank_drops_the_variables_of_another_job(
+    launched_by, launcher, environ, kept
+):
+    launched_by(launcher, {})
+    found = dict(environ)
+    launchers.drop_stale(found)
+    assert found == (environ if kept is None else kept)
+
+
+def test_horovodrun_with_the_variables_of_another_job_is_refused(launched_by):
+    launched_by("horovodrun", {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4"})
+    error = "another job: .*: env -u HOROVOD_RANK -u HOROVOD_SIZE horovodrun"
+    with pytest.raises(JobError, match=error):
+        launchers.drop_stale(OF_GLOO | OF_MPI)
+
+
+def test_a_rank_of_a_launcher_has_nothing_of_another_job():
+    assert launchers.without_launch(OF_GLOO | OF_MPI) == {"HOROVOD_CYCLE_TIME": "1"}
+    chosen = {"HOROVOD_CONTROLLER": "gloo"}
+    assert launchers.without_launch(chosen) == chosen
 
 
 class StartedError(Exception):

@@ -94,7 +94,8 @@ def test_a_platform_describes_a_rank(environ, place, host, port):
         {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
         # Says nothing of a number.
         {"JOB_COMPLETION_INDEX": "1"},
-        {"WORLD_SIZE": "4"},
+        {"RANK": "1"},
+        {"WORLD_SIZE": "huge"},
         {"WORLD_SIZE": "1", "RANK": "0"},
         {"HVDTRAIN_SIZE": "1"},
         # A batch script of a job of four tasks.
@@ -124,6 +125,8 @@ def test_a_process_that_no_platform_counts_is_alone(environ):
         ),
         (TORCH | {"MASTER_ADDR": ""}, "RANK and WORLD_SIZE without MASTER_ADDR"),
         (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE without RANK: the ranks cannot find"),
+        ({"PET_NNODES": "2"}, "PET_NNODES without PET_NODE_RANK"),
         (TRAINER | {"PET_NNODES": "1:4"}, "PET_NNODES='1:4'"),
         (
             TORCH | {"MASTER_PORT": "70000"},
