@@ -53,7 +53,7 @@ from hvdtrain.sharding.shards import Sharding
 _GATHERING = Gathering(
     repeats=True,
     # Under a distribution it normalizes by the samples of all ranks.
-    collective=(keras.layers.BatchNormalization,),
+    is_collective=lambda layer: isinstance(layer, keras.layers.BatchNormalization),
     remedy="Leave the weights of the layer out of the layout map.",
     find_block_call=find_block_call,
 )

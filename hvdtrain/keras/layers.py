@@ -1,5 +1,12 @@
-"""Layers that normalize over the batches of all ranks."""
+"""Layers that normalize over the batches of all ranks.
 
+These are `SyncBatchNormalization`, and Keras' own `BatchNormalization(
+synchronized=True)`, in which Keras reduces over the devices of a strategy: its method
+for the moments is replaced when this module is imported, since a training loop calls
+its layers before anything else of the package.
+"""
+
+import functools
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -13,6 +20,7 @@ from hvdtrain.collectives.process_sets import (
     needs_communication,
 )
 from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import variable_key
 from hvdtrain.sharding.shards import is_replicated
 
@@ -50,12 +58,40 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**kwargs)
         self.process_set = process_set
 
-    def _moments(
-        self, inputs: tf.Tensor, mask: tf.Tensor | None
+
+def normalizing_ranks(layer: keras.layers.Layer) -> ProcessSet | None:
+    """Return the ranks whose batches a layer normalizes together; None if its own."""
+    if isinstance(layer, SyncBatchNormalization):
+        return layer.process_set
+    return global_process_set if getattr(layer, "synchronized", False) else None
+
+
+def normalizes_over_ranks(layer: keras.layers.Layer) -> bool:
+    """Return whether a layer exchanges the moments of its batches in training."""
+    return normalizing_ranks(layer) is not None
+
+
+def synchronize_moments() -> None:
+    """Make the layers of Keras compute their moments over their `normalizing_ranks`."""
+    local_moments = keras.layers.BatchNormalization._moments
+
+    @functools.wraps(local_moments)
+    def moments(
+        self: keras.layers.BatchNormalization,
+        inputs: tf.Tensor,
+        mask: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        if not needs_communication(self.process_set):
-            return super()._moments(inputs, mask)
-        return moments_over_ranks(self, inputs, mask, self.process_set)
+        ranks = normalizing_ranks(self)
+        if ranks is None or not needs_communication(ranks):
+            return local_moments(self, inputs, mask)
+        return moments_over_ranks(self, inputs, mask, ranks)
+
+    replace(
+        keras.layers.BatchNormalization, "_moments", moments, by=synchronize_moments
+    )
+
+
+synchronize_moments()
 
 
 def moments_over_ranks(
@@ -159,12 +195,27 @@ def local_normalizations(
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization)
         and layer.built
-        and not (
-            isinstance(layer, SyncBatchNormalization)
-            and layer.process_set.process_set_id == process_set.process_set_id
-        )
+        and not _is_synchronized(layer, process_set)
         and not any(variable_key(weight) in local_keys for weight in layer.weights)
     ]
+
+
+def _is_synchronized(layer: keras.layers.Layer, process_set: ProcessSet) -> bool:
+    ranks = normalizing_ranks(layer)
+    return ranks is not None and {*process_set.ranks} <= {*ranks.ranks}
+
+
+def check_synchronized(model: keras.Model, process_set: ProcessSet) -> None:
+    """Raise a ValueError if a layer would block, as not all ranks train the model."""
+    for layer in model._flatten_layers():
+        ranks = normalizing_ranks(layer)
+        if ranks is global_process_set and process_set.size() < ranks.size():
+            raise ValueError(
+                f"{type(layer).__name__} {layer.name} normalizes over all ranks, and "
+                f"only the ranks {list(process_set.ranks)} train the model: they would "
+                "block. Use hvd.SyncBatchNormalization(process_set=...) with the "
+                "process set of the optimizer."
+            )
 
 
 def averaged_weights(

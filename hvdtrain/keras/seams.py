@@ -288,8 +288,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              is_optional=True),
     ),
     "keras.layers.BatchNormalization": (
-        Seam("_moments(inputs, mask)", "Overridden or replaced: moments over ranks.",
-             replaced_by=(_ENABLE,)),
+        Seam("_moments(inputs, mask)", "Computed over ranks.",
+             replaced_by=("keras.layers.synchronize_moments", _ENABLE)),
         Seam("_reduction_axes", "The axes of _moments."),
     ),
     "keras.layers.MultiHeadAttention": (

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
-from hvdtrain.keras.layers import SyncBatchNormalization
+from hvdtrain.keras.layers import normalizes_over_ranks
 from hvdtrain.keras.seams import replace
 from hvdtrain.parallel.gathering import (
     FullyShardedVariable,
@@ -44,13 +44,13 @@ class Gathering(NamedTuple):
         repeats: whether gathered weights are released after the forward pass, and the
             call is repeated in the backward pass.
         remedy: the end of the error where a call cannot be repeated.
-        collective: classes of layers whose call has a collective: it is not repeated.
+        is_collective: whether a layer exchanges in its call: it is not repeated.
         find_block_call: returns how a layer computes from blocks, or None.
     """
 
     repeats: bool
     remedy: str
-    collective: tuple[type, ...] = (SyncBatchNormalization,)
+    is_collective: Callable[[keras.layers.Layer], bool] = normalizes_over_ranks
     find_block_call: Callable[[keras.layers.Layer], BlockCall | None] = lambda _: None
 
 
@@ -86,7 +86,7 @@ def weights_with_dtypes(model: keras.Model) -> Iterator[tuple[keras.Variable, st
 
 def _gather_in_call(layer: keras.layers.Layer, gathering: Gathering) -> None:
     """Make the call of a layer gather its weights, if they are sharded."""
-    is_whole = isinstance(layer, (*_LOOPS, *gathering.collective))
+    is_whole = isinstance(layer, _LOOPS) or gathering.is_collective(layer)
     weights = find_sharded(layer.variables if is_whole else layer._trainable_variables)
     # A layer of `remat` gathers its weights in each of its passes.
     if not weights or is_remat(layer) or hasattr(layer.call, _MARK):
@@ -94,8 +94,10 @@ def _gather_in_call(layer: keras.layers.Layer, gathering: Gathering) -> None:
     inside = list(layer._flatten_layers())
     is_repeated = is_whole or all(inner is layer for inner in inside)
     # The loop of an RNN may have states.
-    kept = (keras.layers.RNN, *gathering.collective)
-    is_repeated &= not any(isinstance(inner, kept) for inner in inside)
+    is_repeated &= not any(
+        isinstance(inner, keras.layers.RNN) or gathering.is_collective(inner)
+        for inner in inside
+    )
     gathering = gathering._replace(repeats=gathering.repeats and is_repeated)
     call = functools.partial(_gather_and_call, layer, layer.call, weights, gathering)
     functools.update_wrapper(call, layer.call)

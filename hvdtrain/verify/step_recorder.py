@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import metrics
+from hvdtrain.keras.layers import normalizes_over_ranks
 from hvdtrain.keras.loss_reductions import find_kind
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.unlisted import learned_state
@@ -330,10 +331,11 @@ def _adds_losses(layer: keras.layers.Layer) -> bool:
 
 def _normalizes_locally(layer: keras.layers.Layer) -> bool:
     is_batch = isinstance(layer, keras.layers.BatchNormalization)
-    # Keras' own `synchronized` spans the devices of a process.
-    return is_batch and layer.trainable and type(layer)._moments is _LOCAL_MOMENTS
+    is_local = is_batch and type(layer)._moments is _LOCAL_MOMENTS
+    return is_local and layer.trainable and not normalizes_over_ranks(layer)
 
 
+# `keras.distribution` replaces it.
 _LOCAL_MOMENTS = keras.layers.BatchNormalization._moments
 
 

@@ -128,7 +128,12 @@ def test_mixed_precision_equals_one_process_to_its_rounding():
 
 
 @pytest.mark.parametrize(
-    "layer", [keras.layers.BatchNormalization, keras.layers.LayerNormalization]
+    "layer",
+    [
+        keras.layers.BatchNormalization,
+        functools.partial(keras.layers.BatchNormalization, synchronized=True),
+        keras.layers.LayerNormalization,
+    ],
 )
 def test_normalization_equals_one_process(layer):
     check(lambda: keras.optimizers.SGD(0.1), layer)

@@ -123,7 +123,7 @@ MODELS = {
     "batch norm, graph": Case(zoo.normalized, **REPLICATED, **GRAPH),
     "frozen batch norm": Case(zoo.frozen_normalized),
     "sync batch norm": Case(
-        lambda: zoo.normalized(hvd.SyncBatchNormalization), shard=ALL, **REPLICATED
+        lambda: zoo.normalized(synchronized=True), shard=ALL, **REPLICATED
     ),
     "attention": Case(zoo.attention, **GRAPH),
     "attention, dropout": Case(zoo.attention_with_dropout, **REPLICATED),

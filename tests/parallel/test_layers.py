@@ -1,6 +1,8 @@
 """SyncBatchNormalization, against one process with the batch of all ranks."""
 
+import functools
 import inspect
+import warnings
 
 import keras
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.keras.layers import check_synchronized
 
 RANK, SIZE = hvd.rank(), hvd.size()
 
@@ -51,10 +54,24 @@ def run(layer, inputs, all_rows, part, mask=None):
     return outputs, by_input, by_weights, layer.non_trainable_variables
 
 
-def compare(all_rows, part, *, mask=None, tolerance=1e-5, **arguments):
+KERAS_OWN = functools.partial(keras.layers.BatchNormalization, synchronized=True)
+BOTH = pytest.mark.parametrize(
+    "layer_class", [hvd.SyncBatchNormalization, KERAS_OWN], ids=["hvd", "keras"]
+)
+
+
+def compare(
+    all_rows,
+    part,
+    *,
+    layer_class=hvd.SyncBatchNormalization,
+    mask=None,
+    tolerance=1e-5,
+    **arguments,
+):
     twin = keras.layers.BatchNormalization(**arguments)
     twin.build((None, *all_rows.shape[1:]))
-    layer = hvd.SyncBatchNormalization(**arguments)
+    layer = layer_class(**arguments)
     layer.build((None, *all_rows.shape[1:]))
     everything = slice(None)
     expected = run(twin, all_rows, all_rows, everything, mask)
@@ -92,11 +109,12 @@ def test_renormalisation():
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_masked_steps_do_not_count(equal):
+@BOTH
+def test_masked_steps_do_not_count(equal, layer_class):
     rows, part = data(equal=equal, shape=(6, 4))
     mask = np.random.default_rng(5).integers(0, 2, rows.shape[:2]).astype(bool)
     mask[0] = True
-    compare(rows, part, mask=mask)
+    compare(rows, part, layer_class=layer_class, mask=mask)
 
 
 def test_variance_of_values_far_from_zero():
@@ -109,40 +127,71 @@ def test_mixed_precision(policy):
     compare(*data(equal=False), tolerance=2e-2, dtype=policy)
 
 
-def test_training_equals_one_process():
+@BOTH
+@pytest.mark.parametrize("by_tape", [False, True])
+def test_training_equals_one_process(layer_class, by_tape):
     rng = np.random.default_rng(6)
     rows = 4 * SIZE
-    x = rng.normal(size=(5 * rows, 6)).astype("float32")
-    y = rng.integers(0, 3, 5 * rows)
+    x, y = rng.normal(size=(3 * rows, 6)), rng.normal(size=(3 * rows, 2))
+    options = {"dtype": "float64"}
+    frozen = {"trainable": False, "moving_mean_initializer": "ones"}
 
-    def train(norm, optimizer, inputs, labels, batch_size):
+    def train(norm, inputs, labels, *, is_distributed):
         keras.utils.set_random_seed(8)
+        layers = keras.layers
         model = keras.Sequential(
             [
-                keras.Input((6,)),
-                keras.layers.Dense(8),
-                norm(),
-                keras.layers.Activation("relu"),
-                norm(),
-                keras.layers.Dense(3, activation="softmax"),
+                keras.Input((6,), **options),
+                layers.Dense(8, **options),
+                norm(**options),
+                layers.Activation("tanh", **options),
+                norm(**options, **frozen),
+                layers.Dense(2, **options),
             ]
         )
-        model.compile(optimizer, "sparse_categorical_crossentropy")
-        oracle.fit(model, inputs, labels, batch_size)
+        optimizer = keras.optimizers.SGD(0.1)
+        batch = rows // (SIZE if is_distributed else 1)
+        if by_tape:
+            for step in range(3):
+                part = slice(step * batch, (step + 1) * batch)
+                with tf.GradientTape() as tape:
+                    outputs = model(inputs[part], training=True)
+                    loss = tf.reduce_mean((outputs - labels[part]) ** 2)
+                if is_distributed:
+                    tape = hvd.DistributedGradientTape(tape)
+                optimizer.apply(
+                    tape.gradient(loss, model.trainable_variables),
+                    model.trainable_variables,
+                )
+            return model.get_weights()
+        if is_distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        model.compile(optimizer, keras.losses.MeanSquaredError(**options))
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            callbacks *= is_distributed
+            oracle.fit(model, inputs, labels, batch, callbacks=callbacks)
         return model.get_weights()
 
-    expected = train(
-        keras.layers.BatchNormalization, keras.optimizers.SGD(0.1), x, y, rows
-    )
-    weights = train(
-        hvd.SyncBatchNormalization,
-        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)),
-        x[RANK::SIZE],
-        y[RANK::SIZE],
-        4,
-    )
+    mine = slice(RANK, None, SIZE)
+    weights = train(layer_class, x[mine], y[mine], is_distributed=True)
+    local = keras.layers.BatchNormalization
+    expected = train(local, x, y, is_distributed=False)
     for value, wanted in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=2e-6)
+        np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks
+def test_a_layer_over_all_ranks_of_a_model_that_some_train_is_refused():
+    sets = [hvd.add_process_set([rank]) for rank in range(SIZE)]
+    model = keras.Sequential([keras.Input((3,)), KERAS_OWN(name="bn")])
+    if SIZE > 1:
+        with pytest.raises(ValueError, match=r"BatchNormalization bn .* over all rank"):
+            check_synchronized(model, sets[RANK])
+    check_synchronized(model, hvd.global_process_set)
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
 
 
 def test_two_layers_side_by_side_though_a_rank_has_built_a_layer_more():

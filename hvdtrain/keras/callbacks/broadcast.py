@@ -24,7 +24,7 @@ from hvdtrain.keras import layer_state
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.callbacks.consistency_check import check_model, check_trained
 from hvdtrain.keras.consistency import BROADCAST_AGAIN
-from hvdtrain.keras.layers import local_normalizations
+from hvdtrain.keras.layers import check_synchronized, local_normalizations
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.replication import (
     get_hook,
@@ -178,6 +178,7 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         if not needs_communication(process_set):
             return fit_start.is_built(self.model)
         check_root(self.root_rank, process_set)
+        check_synchronized(self.model, process_set)
         agreement = fit_start.agree(
             self.model,
             callback=self,
