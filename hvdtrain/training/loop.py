@@ -20,12 +20,13 @@ from hvdtrain.checkpoint.writing import complete_together
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.callbacks.fit_start import (
-    callbacks_differ,
-    shared_callbacks,
-    written_paths,
+from hvdtrain.keras.callbacks.effects import (
+    changing_callbacks,
+    find_writers,
+    warn_of_batch_logs,
     written_twice,
 )
+from hvdtrain.keras.callbacks.fit_start import callbacks_differ, shared_callbacks
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.seams import replace
 from hvdtrain.native import recorder
@@ -183,13 +184,18 @@ class _Loop:
             self._per_rank.restore_generators()
 
     def _compare_callbacks(self) -> None:
-        paths = written_paths(self._users.callbacks, self._model)
-        own = self._has_callbacks, shared_callbacks(self._users), paths
-        are_used, names, files = zip(*gather(self._run.world, own), strict=True)
+        users = self._users.callbacks
+        # `_agreements` are of all ranks.
+        changing = changing_callbacks(users, stops_together=True)
+        on_all = [*shared_callbacks(self._users), *sorted(changing)]
+        own = self._has_callbacks, on_all, find_writers(users, self._model)
+        are_used, names, writers = zip(*gather(self._run.world, own), strict=True)
         self._has_callbacks = any(are_used)
         ranks = range(self._run.world.size)
-        if fault := callbacks_differ(names, ranks) or written_twice(files, ranks):
+        if fault := callbacks_differ(names, ranks) or written_twice(writers, ranks):
             raise SharedJobError(fault)
+        if len(ranks) > 1:
+            warn_of_batch_logs(users)
 
     @recorder.phase("callbacks")
     def _begin_epoch(self, epoch: int) -> None:

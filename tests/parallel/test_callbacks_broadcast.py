@@ -963,7 +963,12 @@ def on_rank_0(*callbacks):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "make",
-    [hvd.callbacks.MetricAverageCallback, hvd.callbacks.StopTogetherCallback],
+    [
+        hvd.callbacks.MetricAverageCallback,
+        hvd.callbacks.StopTogetherCallback,
+        keras.callbacks.ReduceLROnPlateau,
+        keras.callbacks.EarlyStopping,
+    ],
 )
 def test_a_callback_that_is_missing_on_a_rank_is_named(make):
     with pytest.raises(ValueError, match="have different callbacks") as error:

@@ -86,12 +86,13 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         ValueError: in `fit`, on every rank, if the ranks' models or optimizers have
             different variables, if they would take different numbers of steps without
             `JoinCallback` or start in different epochs, if only some of them have a
-            callback of `hvd.callbacks` that calls collectives, if their order is wrong
-            or differs, or if several ranks have a callback of Keras that writes one
-            file; if `root_rank` does not train with them, if the optimizer of Keras'
-            own `train_step` is not distributed (also before each batch: a callback may
-            compile the model again), if rank 0 alone has loaded a state that is sharded
-            (`shard_state`), or for a model without `call` that has not been built.
+            callback that calls collectives or changes weights, rates or the end of
+            training, if their order is wrong or differs, or if several ranks have a
+            callback of Keras that writes one file; if `root_rank` does not train with
+            them, if the optimizer of Keras' own `train_step` is not distributed (also
+            before each batch: a callback may compile the model again), if rank 0 alone
+            has loaded a state that is sharded (`shard_state`), or for a model without
+            `call` that has not been built.
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
         DesynchronizedError: in `fit`, on every rank, if the ranks differ in what is in
             no variable, such as vocabularies of layers or the momentum of SGD; have

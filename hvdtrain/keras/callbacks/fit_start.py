@@ -1,12 +1,9 @@
 """What all ranks agree on when `fit` starts, and the errors if they cannot."""
 
 import collections
-import inspect
 import itertools
-import os
-import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import keras
@@ -26,8 +23,14 @@ from hvdtrain.collectives.process_sets import (
     global_process_set,
     needs_communication,
 )
+from hvdtrain.keras.callbacks.effects import (
+    callbacks_beside,
+    changing_callbacks,
+    find_writers,
+    warn_of_batch_logs,
+    written_twice,
+)
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.sharded_models import is_saved_by_rank_0
 from hvdtrain.keras.variables import is_distributed
 
 # Function of the iterator over batches; returns logs.
@@ -75,16 +78,17 @@ class _FitStart(NamedTuple):
     # The epoch that Keras' BackupAndRestore has restored, or NONE. The argument
     # `initial_epoch` of `fit` is not known here.
     first_epoch: int
-    # Checksum of the names of its callbacks that all ranks need.
+    # Checksum of the names of its callbacks that must be on all ranks.
     callbacks: int
     # Whether they are in a wrong order: see `misplaced`.
     is_misplaced: bool
-    # Number of files that its callbacks write: see `written_paths`.
+    # Number of files that its callbacks write: see `find_writers`.
     files: int
 
 
 # The key of `params`, which Keras gives to all callbacks of one `fit`.
 _SHARED = "hvdtrain_callbacks"
+_STOPPING = "StopTogetherCallback"
 
 
 class SharedCallback(keras.callbacks.Callback):
@@ -127,66 +131,6 @@ def misplaced(callbacks: Iterable[keras.callbacks.Callback]) -> str:
                 f"before {names[1]} in the list."
             )
     return ""
-
-
-# The attribute with the path that a callback of Keras writes to. Those of TensorBoard
-# have different names on all ranks. A class that is derived may write on rank 0 alone.
-WRITERS = {
-    keras.callbacks.ModelCheckpoint: "filepath",
-    keras.callbacks.BackupAndRestore: "backup_dir",
-    keras.callbacks.CSVLogger: "filename",
-}
-if hasattr(keras.callbacks, "OrbaxCheckpoint"):
-    WRITERS[keras.callbacks.OrbaxCheckpoint] = "directory"
-
-
-def callbacks_beside(
-    callback: keras.callbacks.Callback,
-) -> Sequence[keras.callbacks.Callback]:
-    """Return the callbacks of the `fit` that has called a method of `callback`."""
-    # Keras passes the list to no callback. Without a frame, Python 3.11 skips three.
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, keras.callbacks.CallbackList):
-            return owner.callbacks
-    return ()
-
-
-def written_paths(
-    callbacks: Iterable[keras.callbacks.Callback], model: keras.Model
-) -> dict[str, str]:
-    """Return the names of callbacks by the path that they write to on this rank."""
-    paths = {}
-    for callback in callbacks:
-        kind = type(callback)
-        if kind is keras.callbacks.ModelCheckpoint and is_saved_by_rank_0(model):
-            continue
-        if kind in WRITERS:
-            path = str(getattr(callback, WRITERS[kind]))
-            paths[path if "://" in path else os.path.abspath(path)] = kind.__name__
-    return paths
-
-
-def written_twice(
-    paths_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]
-) -> str:
-    """Return the text of an error: which files several ranks write; "" if none."""
-    writing = collections.defaultdict(list)
-    for rank, paths in zip(ranks, paths_by_rank, strict=True):
-        for path, name in paths.items():
-            writing[name, path].append(rank)
-    texts = [
-        f"{name} with {path} on {name_ranks(found)}"
-        for (name, path), found in writing.items()
-        if len(found) > 1
-    ]
-    if not texts:
-        return ""
-    return (
-        "Several ranks write one file, at the same time. "
-        f"Received: {'; '.join(texts)}. Pass such callbacks to fit on rank 0 alone, or "
-        "with a path of its own on each rank."
-    )
 
 
 class _AgreedEpoch(int):
@@ -282,11 +226,13 @@ def agree(
 
     Raises:
         ValueError: on every rank, if their numbers of steps differ, if only some of
-            them have a callback that all need, if callbacks are in a wrong order or in
-            different ones, or if several ranks write one file.
+            them have a callback that must be on all, if callbacks are in a wrong order
+            or in different ones, or if several ranks write one file.
     """
-    callbacks, beside = shared_callbacks(callback), callbacks_beside(callback)
-    fault, paths = misplaced(beside), written_paths(beside, model)
+    shared, beside = shared_callbacks(callback), callbacks_beside(callback)
+    changing = changing_callbacks(beside, stops_together=_STOPPING in shared)
+    callbacks = [*shared, *sorted(changing)]
+    fault, writers = misplaced(beside), find_writers(beside, model)
     steps = (callback.params or {}).get("steps")
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
@@ -298,7 +244,7 @@ def agree(
         first_epoch=NONE if epoch is None else epoch,
         callbacks=zlib.crc32(" ".join(callbacks).encode()),
         is_misplaced=bool(fault),
-        files=len(paths),
+        files=len(writers),
     )
     rows = ops.allgather(
         np.array([start], "int64"), "TrainingStart", process_set=process_set
@@ -315,11 +261,12 @@ def agree(
         )
         raise ValueError(next(filter(None, faults)))
     if sum(start.files > 0 for start in starts) > 1:
-        paths_by_rank = allgather_object(
-            paths, name="WrittenFiles", process_set=process_set
+        writers_by_rank = allgather_object(
+            writers, name="WrittenFiles", process_set=process_set
         )
-        if text := written_twice(paths_by_rank, process_set.ranks):
+        if text := written_twice(writers_by_rank, process_set.ranks):
             raise ValueError(text)
+    warn_of_batch_logs(beside)
     _check_steps(starts, process_set.ranks)
     first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
     # Keras' fit reads it after on_train_begin.
@@ -381,9 +328,12 @@ def callbacks_differ(
             "them in one order on every rank."
         )
     return (
-        "The ranks have different callbacks: those that call collectives would block. "
-        f"Received: {'; '.join(texts)}. Pass them to fit on every rank; callbacks that "
-        "only print or write files may be on rank 0 alone."
+        "The ranks have different callbacks: those that call collectives would block, "
+        "and those that change weights, rates or the end of training would do so on "
+        f"some ranks alone. Received: {'; '.join(texts)}. Pass them to fit on every "
+        "rank; callbacks that only print or write files may be on rank 0 alone, and "
+        "those that stop training on some ranks beside hvd.callbacks."
+        "StopTogetherCallback()."
     )
 
 

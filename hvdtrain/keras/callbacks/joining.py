@@ -9,11 +9,8 @@ import numpy as np
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Average
-from hvdtrain.keras.callbacks.fit_start import (
-    SharedCallback,
-    callbacks_beside,
-    misplaced,
-)
+from hvdtrain.keras.callbacks.effects import callbacks_beside
+from hvdtrain.keras.callbacks.fit_start import SharedCallback, misplaced
 from hvdtrain.keras.replication import get_hook, get_local_keys, non_local_variables
 from hvdtrain.keras.variables import find_optimizers, get_inner_optimizer
 from hvdtrain.sharding.shards import is_split_over_ranks
@@ -35,11 +32,10 @@ class JoinCallback(SharedCallback):
     next one.
 
     Put it before callbacks that call collectives at the end of an epoch: another order
-    is refused at the start. While a rank
-    waits, the others may only reduce dense tensors over all ranks: use
-    `sparse_as_dense=True` with embeddings, no bfloat16 compression, no
-    `SyncBatchNormalization`, no process sets, and callbacks that call collectives
-    between epochs only.
+    is refused at the start. While a rank waits, the others may only reduce dense
+    tensors over all ranks: use `sparse_as_dense=True` with embeddings, no bfloat16
+    compression, no `SyncBatchNormalization`, no process sets, and callbacks that call
+    collectives between epochs only.
 
     Raises:
         ValueError: in `fit`, for callbacks before it that belong after it.
