@@ -122,10 +122,11 @@ def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
 
 @pytest.mark.ranks
 def test_a_callback_that_is_missing_on_a_rank_is_named():
-    check = [hvd.callbacks.ConsistencyCheckCallback()] if RANK == 0 else []
-    missing = "ConsistencyCheckCallback on rank 0 and not on rank"
-    with pytest.raises(JobError, match=missing):
-        fit(callbacks=check)
+    check = hvd.callbacks.ConsistencyCheckCallback
+    for make in (check, keras.callbacks.SwapEMAWeights):
+        missing = f"{make.__name__} on rank 0 and not on rank"
+        with pytest.raises(JobError, match=missing):
+            fit(callbacks=[make()] if RANK == 0 else [])
 
 
 def test_without_validation_there_is_no_evaluation(directory):
