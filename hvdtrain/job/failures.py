@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from types import TracebackType
+from typing import NoReturn
 
 import horovod
 import keras
@@ -17,6 +18,7 @@ from hvdtrain.environment import STALL_SHUTDOWN
 from hvdtrain.flight import member
 from hvdtrain.job.ending import end_despite_threads
 from hvdtrain.job.launchers import launch
+from hvdtrain.job.world import PreemptedError
 
 # The native library begins the reason with this text: kernel.cc.
 NATIVE_FAILURE = "A collective has lost a rank"
@@ -71,7 +73,8 @@ def explain_failed_collectives() -> None:
     The cause replaces the traceback, which repeats each frame in the text of
     TensorFlow's error. As in Keras, `keras.config.disable_traceback_filtering()` or
     `tf.debugging.disable_traceback_filtering()` brings back the complete traceback.
-    Other exceptions are printed as before. In a job of several ranks the process then
+    A `PreemptedError` is one line, and the exit code of the script. Other exceptions
+    are printed as before. In a job of several ranks the process then
     ends, also if threads that are not daemons run.
     """
     previous = sys.excepthook
@@ -81,6 +84,8 @@ def explain_failed_collectives() -> None:
     def explain(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, PreemptedError):
+            _end_preempted(error)
         is_consequence = is_collective_failure(error)
         if is_consequence and launch().launcher:
             time.sleep(_PATIENCE_SECONDS)
@@ -92,6 +97,16 @@ def explain_failed_collectives() -> None:
 
     setattr(explain, _EXPLAINS, True)
     sys.excepthook = explain
+
+
+def _end_preempted(error: PreemptedError) -> NoReturn:
+    """End a script as `program.run` ends a program: rank 0 prints the reason."""
+    if launch().rank == 0:
+        sys.stderr.write(f"{error}\n")
+    # Otherwise the guard reports an uncaught exception when Python exits.
+    vars(sys).pop("last_value", None)
+    # Python exits with this code if its hook raises SystemExit.
+    sys.exit(error.exit_code)
 
 
 def _is_filtered() -> bool:

@@ -3,6 +3,7 @@
 Or it becomes the program that follows its own arguments.
 """
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -83,7 +84,9 @@ def _call(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _end_with_error(error: BaseException) -> NoReturn:
     """Print the error as Python does, and end without waiting for threads."""
     member.leave(1)
-    sys.excepthook(type(error), error, error.__traceback__)
+    # A hook may exit, as after a preemption, and would wait for threads.
+    with contextlib.suppress(SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
     # Ends the collectives that the other ranks are blocked in.

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.job.failures import explain_failed_collectives
+from hvdtrain.job.world import PreemptedError
 
 LOST = tf.errors.UnknownError(
     None, None, "Detected at node\nHorovod has been shut down"
@@ -49,6 +50,22 @@ def test_other_errors_are_printed_as_before(printed_before, capsys):
     leave_uncaught(error)
     assert printed_before == [error]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("rank", "line"), [("0", "Stopped at step 5.\n"), ("1", "")])
+def test_a_preemption_is_one_line_and_the_exit_code(
+    printed_before, monkeypatch, capsys, rank, line
+):
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    monkeypatch.setenv("HOROVOD_RANK", rank)
+    # Set by Python before it calls the hook. The guard would report an exception.
+    sys.last_value = None
+    with pytest.raises(SystemExit) as info:
+        leave_uncaught(PreemptedError("Stopped at step 5."))
+    assert info.value.code == 75
+    assert not hasattr(sys, "last_value")
+    assert capsys.readouterr().err == line
+    assert printed_before == []
 
 
 def test_without_filtering_the_traceback_is_complete(printed_before, capsys):
