@@ -4,10 +4,11 @@ Importing this module loads no TensorFlow.
 """
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
@@ -20,6 +21,16 @@ FILE_CACHE = "HVDTRAIN_FILE_CACHE_GB"
 TERMINATION = "HOROVOD_TERMINATION_SECONDS"
 # Variables with seconds.
 LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
+# Units of variables with numbers, 0 or more. Horovod takes other text for 0.
+_UNITS = {
+    **dict.fromkeys((*LIMITS, TERMINATION), "seconds"),
+    FILE_CACHE: "GB",
+    "HOROVOD_CYCLE_TIME": "milliseconds",
+    "HOROVOD_FUSION_THRESHOLD": "bytes",
+    "HOROVOD_CACHE_CAPACITY": "a number of tensors",
+}
+REDUCTION = "HVDTRAIN_REDUCTION"
+_REDUCTIONS = ("auto", "native", "horovod")
 
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
@@ -47,7 +58,7 @@ VARIABLES = {
     "the public mirrors.",
     "HVDTRAIN_RANK": "Rank of this process, for HVDTRAIN_SIZE. By default "
     "JOB_COMPLETION_INDEX, which Kubernetes sets.",
-    "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory within a "
+    REDUCTION: "auto: gradients are reduced in shared memory within a "
     "host, and over TCP between hosts, else by Horovod. horovod: always by Horovod. "
     "native: an error where that is not possible without Horovod.",
     "HVDTRAIN_SIZE": "Number of ranks that a platform starts without a launcher; "
@@ -160,15 +171,39 @@ def _number(name: str, default: float) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        unit = "GB" if name == FILE_CACHE else "seconds"
-        raise ValueError(f"Received {name}={text}; expected {unit}, 0 or more.")
+        expected = f"{_UNITS[name]}, 0 or more"
+        raise ValueError(f"Received {name}={text}; expected {expected}.")
     return number
 
 
-def check_limits() -> None:
+def reduction_choice() -> str:
+    """Return HVDTRAIN_REDUCTION, `auto` where it is unset or empty.
+
+    Raises:
+        ValueError: for an unknown value.
+    """
+    choice = os.environ.get(REDUCTION) or _REDUCTIONS[0]
+    if choice not in _REDUCTIONS:
+        expected = f"one of {', '.join(_REDUCTIONS)}"
+        raise ValueError(f"Received {REDUCTION}={choice}; expected {expected}.")
+    return choice
+
+
+def check_numbers() -> None:
     """Raise a ValueError for a variable with a number that has another value."""
-    for name in (*LIMITS, FILE_CACHE):
+    for name in _UNITS:
         _number(name, 0)
+
+
+def wrong_values() -> Iterator[str]:
+    """Yield what is wrong with the variables that jobs read, as sentences."""
+    numbers = (functools.partial(_number, name, 0) for name in _UNITS)
+    checks: Iterable[Callable[[], object]] = (reduction_choice, *numbers)
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            yield str(error)
 
 
 def job_secret() -> bytes:

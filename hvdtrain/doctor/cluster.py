@@ -1,6 +1,8 @@
 """The scheduler of this job, and other hosts by ssh."""
 
 import concurrent.futures
+import difflib
+import itertools
 import os
 import re
 import shlex
@@ -9,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from hvdtrain import __version__
+from hvdtrain import __version__, environment
 from hvdtrain.doctor.finding import (
     CommandResult,
     Finding,
@@ -19,9 +21,18 @@ from hvdtrain.doctor.finding import (
     warning,
 )
 from hvdtrain.environment import JOB_SECRET
+from hvdtrain.install import compatibility
 from hvdtrain.job.launchers import SCHEDULERS
 
-_SET_BY_USERS = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_")
+_READ_BY_JOBS = ("HVDTRAIN_", "HOROVOD_")
+_SET_BY_USERS = (
+    *_READ_BY_JOBS,
+    *("OMPI_MCA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_"),
+)
+# Of Horovod's build, whose files are not installed.
+_OF_BUILD = tuple(
+    f"HOROVOD_{name}" for name in ("WITH", "GPU", "BUILD", "CUDA", "NCCL", "ROCM")
+)
 _SSH_SECONDS = 10
 _CLOCK_SECONDS = 2.0
 # Starts the output of our command: a login shell may print a greeting before it.
@@ -77,7 +88,30 @@ def check_variables(environ: Mapping[str, str]) -> Finding:
     named = sorted(name for name in shown if name.startswith(_SET_BY_USERS))
     if not named:
         return fine("variables", "none that change Horovod or the MPI")
+    if wrong := " ".join(environment.wrong_values()):
+        return broken("variables", wrong.removesuffix("."), "correct or unset them")
+    if unknown := _unknown(named):
+        nearest = ", ".join(filter(None, unknown.values()))
+        remedy = f"did you mean {nearest}?" if nearest else "unset them"
+        return warning("variables", f"nothing reads {', '.join(unknown)}", remedy)
     return fine("variables", ", ".join(f"{name}={environ[name]}" for name in named))
+
+
+def _unknown(names: Sequence[str]) -> dict[str, str]:
+    """Return the names that neither hvdtrain nor Horovod reads, with the nearest."""
+    installed = compatibility.read_installed().horovods
+    prefixes = _READ_BY_JOBS if installed else _READ_BY_JOBS[:1]
+    given = [n for n in names if n.startswith(prefixes) and not n.startswith(_OF_BUILD)]
+    known = {*environment.VARIABLES, *environment.HOROVOD_VARIABLES}
+    for path in itertools.chain(*(each.rglob("*") for each in installed[:1] if given)):
+        if path.suffix in (".py", ".so"):
+            found = re.findall(rb"HOROVOD_[A-Z][A-Z0-9_]+", path.read_bytes())
+            known.update(map(bytes.decode, found))
+    return {
+        name: next(iter(difflib.get_close_matches(name, known, n=1)), "")
+        for name in given
+        if name not in known
+    }
 
 
 def check_host(host: str, ssh_port: int) -> Finding:

@@ -26,6 +26,8 @@ from hvdtrain.install.compatibility import REPLACE, Installed, Mismatch
 Properties = Mapping[str, Any]
 
 _LOAD_SECONDS = 120
+# Without them, Open MPI's mpirun does not start as root.
+_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 # By number of the patches: what a user loses without them. The other patches are for
 # its build.
@@ -60,7 +62,7 @@ def check() -> list[Finding]:
     installed = compatibility.read_installed()
     findings = [
         fine("Python", f"{platform.python_version()}, {sys.executable}"),
-        *_broken(compatibility.check_legacy_keras(os.environ)),
+        *_broken(compatibility.check_keras_settings(os.environ)),
     ]
     tensorflow, failures = load_tensorflow()
     findings += failures
@@ -211,7 +213,12 @@ def _check_mpirun(mpirun: str) -> Finding:
     if done.code:
         remedy = "repair the MPI, or launch by horovodrun --gloo"
         return broken("mpirun", f"{mpirun} fails: {done.last_lines}", remedy)
-    return fine("mpirun", f"{mpirun}, {done.output.strip().partition(chr(10))[0]}")
+    detail = f"{mpirun}, {done.output.strip().partition(chr(10))[0]}"
+    missing = [name for name in _AS_ROOT if name not in os.environ]
+    if os.geteuid() == 0 and "Open" in done.output and missing:
+        remedy = f"export {' '.join(f'{name}=1' for name in missing)}"
+        return warning("mpirun", f"{detail}, refuses root, unlike horovodrun", remedy)
+    return fine("mpirun", detail)
 
 
 def _check_mpi4py(horovod: Properties) -> list[Finding]:

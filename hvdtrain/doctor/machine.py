@@ -25,6 +25,10 @@ _QUOTA_REMEDY = (
     "raise the CPU limit of the container, or start fewer ranks, workers and threads "
     "in it: OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS"
 )
+_HOME_REMEDY = (
+    "horovodrun writes .horovod there: set HOME to a directory that can be written, or "
+    "launch by mpirun or hvdtrain.launch"
+)
 _TMP_REMEDY = "set TMPDIR to a directory on this machine with free space"
 
 
@@ -35,6 +39,7 @@ def check() -> list[Finding]:
     return [
         check_cores(),
         check_directory("/dev/shm", needed_bytes=16 * _MIB, remedy=_SHM_REMEDY),
+        check_directory(str(pathlib.Path.home()), needed_bytes=1, remedy=_HOME_REMEDY),
         check_directory(temporary, needed_bytes=64 * _MIB, remedy=_TMP_REMEDY),
         check_name(),
         check_interfaces(),

@@ -71,6 +71,7 @@ def _mpi_library() -> str | None:
 _PROBES = {"tensorflow": _tensorflow, "horovod": _horovod, "mpi4py": _mpi4py}
 
 if __name__ == "__main__":
-    # The doctor reports it; with it, Horovod would fail to import a Keras 2.
+    # The doctor reports other settings, with which the imports would fail.
     os.environ.pop("TF_USE_LEGACY_KERAS", None)
+    os.environ["KERAS_BACKEND"] = "tensorflow"
     print(json.dumps(_PROBES[sys.argv[1]]()))

@@ -28,7 +28,7 @@ _ROUNDS = 50
 def check() -> list[Finding]:
     """Return a finding for MPI and one for Gloo, where Horovod has them."""
     horovodrun = shutil.which("horovodrun")
-    if not horovodrun or compatibility.check_legacy_keras(os.environ):
+    if not horovodrun or compatibility.check_keras_settings(os.environ):
         return []
     horovod, _ = installation.load_horovod()
     if not horovod:

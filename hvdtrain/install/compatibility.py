@@ -122,7 +122,7 @@ def before_loading(installed: Installed, environ: Mapping[str, str]) -> Mismatch
     """Return the first mismatch that is known before TensorFlow is loaded."""
     checks = (
         _check_python(installed),
-        check_legacy_keras(environ),
+        check_keras_settings(environ),
         check_tensorflow_installed(installed),
         check_horovod_installed(installed),
         check_keras(installed.keras),
@@ -137,14 +137,32 @@ def _check_python(installed: Installed) -> Mismatch | None:
     return Mismatch("Python", f"{detail}; expected {_PYTHON_RANGE}", "use one of these")
 
 
-def check_legacy_keras(environ: Mapping[str, str]) -> Mismatch | None:
-    """Return the mismatch of a variable that makes TensorFlow load Keras 2."""
+def check_keras_settings(environ: Mapping[str, str]) -> Mismatch | None:
+    """Return the mismatch of a setting that loads Keras 2, or another backend."""
     name = "TF_USE_LEGACY_KERAS"
     value = environ.get(name, "")
-    if value not in _TRUE:
+    if value in _TRUE:
+        found = f"{name}={value}, by which tf.keras is Keras 2"
+        return Mismatch(name, f"Received {found}; expected Keras 3", f"unset {name}")
+    name = "KERAS_BACKEND"
+    value, remedy = environ.get(name, ""), f"unset {name}"
+    if not value:
+        name, value = _read_backend(environ)
+        remedy = "correct it there, or set KERAS_BACKEND=tensorflow"
+    if value in ("", "tensorflow"):
         return None
-    detail = f"Received {name}={value}, by which tf.keras is Keras 2; expected Keras 3"
-    return Mismatch(name, detail, f"unset {name}")
+    return Mismatch(name, f"Received {name}={value}; expected tensorflow", remedy)
+
+
+def _read_backend(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return where Keras reads its backend without a variable, and the backend."""
+    home = environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras"
+    path = pathlib.Path(home) / "keras.json"
+    try:
+        value = str(json.loads(path.read_text()).get("backend", ""))
+    except (OSError, ValueError, AttributeError):
+        value = ""
+    return f"backend in {path}", value
 
 
 def check_tensorflow_installed(installed: Installed) -> Mismatch | None:

@@ -160,7 +160,7 @@ def init_world(*, is_alone: bool, mesh: MeshShape | None = None) -> World:
         mesh: a complete shape, whose process sets are made.
     """
     try:
-        transport.reduction_choice()
+        environment.reduction_choice()
     except ValueError as error:
         raise SharedJobError(str(error)) from None
     if is_alone and hvd.gloo_built():

@@ -15,10 +15,10 @@ def join(*, rank: int, size: int) -> None:
     See `flight.member.join`.
 
     Raises:
-        JobError: a variable with seconds has another value.
+        JobError: a variable with a number has another value.
     """
     try:
-        environment.check_limits()
+        environment.check_numbers()
     except ValueError as error:
         raise JobError(str(error)) from None
     member.join(rank, size, job=_job(), limits=_limits())

@@ -55,7 +55,7 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise JobError(
-                f"Cannot load TensorFlow and Horovod: {reason[0]}. "
+                f"Cannot load TensorFlow and Horovod: {reason[0].rstrip('.')}. "
                 "python -m hvdtrain.doctor says what is wrong."
             ) from error
     complete = mesh.of(launched.size) if mesh and mesh.splits_model else None

@@ -89,6 +89,33 @@ def test_keras_2_by_a_variable_is_a_mismatch(site, value):
     )
 
 
+@pytest.mark.parametrize(
+    ("environ", "file", "expected"),
+    [
+        (
+            *({"KERAS_BACKEND": "torch"}, "{}"),
+            "Received KERAS_BACKEND=torch; expected tensorflow: unset KERAS_BACKEND.",
+        ),
+        (
+            *({}, '{"backend": "jax"}'),
+            "Received backend in {file}=jax; expected tensorflow: correct it there, or "
+            "set KERAS_BACKEND=tensorflow.",
+        ),
+        ({"KERAS_BACKEND": "tensorflow"}, '{"backend": "jax"}', "None"),
+        ({}, '{"backend": "tensorflow"}', "None"),
+        ({}, "not JSON", "None"),
+    ],
+)
+def test_another_backend_of_keras_is_a_mismatch(
+    site, tmp_path, environ, file, expected
+):
+    path = tmp_path / "keras.json"
+    path.write_text(file)
+    environ = environ | {"KERAS_HOME": str(tmp_path)}
+    mismatch = compatibility.before_loading(read(site), environ)
+    assert str(mismatch) == expected.replace("{file}", str(path))
+
+
 def test_versions_that_are_too_old_are_mismatchs(site):
     declared = pathlib.Path(__file__).parents[2].joinpath("setup.cfg").read_text()
     [wanted] = re.findall(r"^ *(keras>=.*)$", declared, re.M)

@@ -170,6 +170,45 @@ def test_variables_that_users_set_are_listed():
     assert detail == "HOROVOD_CYCLE_TIME=5, NCCL_DEBUG=INFO"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "status", "detail", "remedy"),
+    [
+        ("HOROVOD_CYCLE_TIME", "-3", "broken", "expected milliseconds, 0 or more", ""),
+        ("HOROVOD_FUSION_THRESHOLD", "abc", "broken", "expected bytes, 0 or more", ""),
+        ("HVDTRAIN_REDUCTION", "fast", "broken", "expected one of auto, native", ""),
+        ("HOROVOD_CYCLE_TIMES", "1", "warning", "HOROVOD_CYCLE_TIMES", "CYCLE_TIME?"),
+        ("HVDTRAIN_REDUCE", "1", "warning", "HVDTRAIN_REDUCE", "HVDTRAIN_REDUCTION?"),
+        # Horovod's C++ code reads it; and its build.
+        ("HOROVOD_BATCH_D2D_MEMCOPIES", "1", "fine", "MEMCOPIES=1", ""),
+        ("HOROVOD_WITHOUT_MXNET", "1", "fine", "MXNET=1", ""),
+    ],
+)
+def test_variables_that_are_wrong_or_unknown(
+    monkeypatch, name, value, status, detail, remedy
+):
+    monkeypatch.setenv(name, value)
+    finding = cluster.check_variables({name: value})
+    assert finding.status == status
+    assert detail in finding.detail
+    assert remedy in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("uid", "status"), [(0, "warning"), pytest.param(1000, "fine", id="user")]
+)
+def test_root_needs_the_variables_of_open_mpi(monkeypatch, uid, status):
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    done = CommandResult(0, "mpirun (Open MPI) 4.1.4", "")
+    monkeypatch.setattr(installation, "run", lambda *args, **options: done)
+    finding = installation._check_mpirun("mpirun")
+    assert finding.status == status
+    assert finding.remedy == (
+        "export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1" if status == "warning" else ""
+    )
+
+
 def test_a_host_without_an_address_is_broken():
     finding = cluster.check_host("no-such-host.invalid", 22)
     assert finding.status == "broken"

@@ -52,7 +52,7 @@ def test_unknown_choice_is_an_error(monkeypatch):
 
 def test_empty_choice_is_the_default(monkeypatch):
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "")
-    assert connection.reduction_choice() == "auto"
+    assert environment.reduction_choice() == "auto"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,7 @@ one communication. Callers do not depend on Horovod's operations.
 
 from hvdtrain.collectives.transport.allreduce import allreduce, combine
 from hvdtrain.collectives.transport.alltoall import alltoall
-from hvdtrain.collectives.transport.connection import (
-    disconnect,
-    reduction_choice,
-    reduction_path,
-)
+from hvdtrain.collectives.transport.connection import disconnect, reduction_path
 from hvdtrain.collectives.transport.flat_shards import (
     gather_shards,
     reduce_to_shards,

@@ -28,10 +28,8 @@ import tensorflow as tf
 from hvdtrain import handshake, native
 from hvdtrain.collectives import dtypes, graph, threads
 from hvdtrain.collectives.transport import links, places, segment
-from hvdtrain.environment import is_elastic, job_secret, quotas
+from hvdtrain.environment import is_elastic, job_secret, quotas, reduction_choice
 from hvdtrain.native import recorder
-
-_CHOICES = ("auto", "native", "horovod")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,21 +111,6 @@ def _connect() -> Connection:
             f"{connection.obstacle}. Unset it to reduce through Horovod."
         )
     return connection
-
-
-def reduction_choice() -> str:
-    """Return HVDTRAIN_REDUCTION, `auto` where it is unset or empty.
-
-    Raises:
-        ValueError: for an unknown value.
-    """
-    choice = os.environ.get("HVDTRAIN_REDUCTION") or "auto"
-    if choice not in _CHOICES:
-        raise ValueError(
-            f"Received HVDTRAIN_REDUCTION={choice}; expected one of "
-            f"{', '.join(_CHOICES)}."
-        )
-    return choice
 
 
 def disconnect() -> None:
