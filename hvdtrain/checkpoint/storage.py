@@ -42,7 +42,7 @@ from hvdtrain.checkpoint.header import (
 )
 from hvdtrain.job import JobError
 from hvdtrain.job.files import one_line_errors
-from hvdtrain.stores.object_store import StoreError
+from hvdtrain.stores.object_store import DeletionDeniedError, StoreError
 
 _NAME = re.compile(r"step-(\d{8,})\.json")
 # As `write` names arrays. A date at the end of a user's own file does not match.
@@ -96,6 +96,8 @@ class CheckpointFiles:
         self._superseded: set[int] = set()
         # The names of arrays, by step, as far as this process has read or written them.
         self._arrays: dict[int, str] = {}
+        # Files that the store does not let this process delete: one attempt each.
+        self._denied: set[str] = set()
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, valid or not, newest first.
@@ -146,7 +148,7 @@ class CheckpointFiles:
         replaced = self._arrays.get(step)
         self._arrays[step] = name
         # The checkpoint is complete: a failed deletion is no failure of the write, and
-        # the next write tries again.
+        # the next write tries again, unless the store has denied it.
         try:
             errors = self._delete([replaced] if replaced else [])
             return _first_line(errors + self._delete_old(step))
@@ -317,7 +319,7 @@ class CheckpointFiles:
         kept = {*last, *self._hourly(steps), *(s for s in listed if s > newest)}
         errors: list[Exception] = []
         for step in listed:
-            if step not in kept:
+            if step not in kept and _json_name(step) not in self._denied:
                 errors += self._delete_checkpoint(step)
         # A checkpoint of an hour is kept, and a store may list its JSON file late.
         is_listed_late = self._keep_seconds and self._directory.reads_late
@@ -326,7 +328,7 @@ class CheckpointFiles:
             errors += self._delete(
                 name
                 for step, name in self._all_arrays()
-                if step < last[-1] and step not in listed
+                if step < last[-1] and step not in listed and name not in self._denied
             )
         return errors
 
@@ -356,6 +358,8 @@ class CheckpointFiles:
                 self._directory.delete(name)
             except (OSError, StoreError) as error:
                 errors.append(error)
+                if isinstance(error, DeletionDeniedError):
+                    self._denied.add(name)
         return errors
 
     def _hourly(self, steps: list[int]) -> Iterator[int]:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import secrets
 import socket
 import threading
@@ -27,6 +28,7 @@ from hvdtrain.stores.object_store import ObjectStore, StoreError
 LEASE_SECONDS = 60.0
 FOLDER = ".lease"
 _CLOCK = f"{FOLDER}/clock"
+_NAME = re.compile(rf"{re.escape(FOLDER)}/(\d{{8,}})")
 
 
 class Lease:
@@ -90,7 +92,9 @@ class Lease:
     def check(self) -> None:
         """Raise `JobError` if another job has taken the lease."""
         has_next = self._holder(self._number + 1) is not None
-        if has_next or self._holder(self._number) != self._own:
+        # A store may report the own object as missing for a moment. Nobody else deletes
+        # it: another job creates the next one.
+        if has_next or self._holder(self._number) not in (None, self._own):
             raise self._in_use(self._number + has_next)
 
     def _renew(self) -> None:
@@ -112,12 +116,9 @@ class Lease:
             self._store.abort_uploads(written + late_seconds)
 
     def _last(self) -> int:
-        numbers = [
-            int(name.rpartition("/")[2])
-            for name in self._store.sizes(FOLDER)
-            if name != _CLOCK
-        ]
-        last = max(numbers, default=0)
+        # Other programs write objects there, too: markers of the folder, for example.
+        matches = map(_NAME.fullmatch, self._store.sizes(FOLDER))
+        last = max((int(match[1]) for match in matches if match), default=0)
         # A store may list the newest object late.
         while self._holder(last + 1) is not None:
             last += 1

@@ -24,7 +24,11 @@ from hvdtrain.job.files import (
     one_line_errors,
     path_or_address,
 )
-from hvdtrain.stores.object_store import ObjectStore, StoreError
+from hvdtrain.stores.object_store import (
+    DeletionDeniedError,
+    ObjectStore,
+    StoreError,
+)
 
 _EVERY_SECONDS = 30.0
 # Checkpoints are uploaded by themselves; `flight` is of the hosts that run now.
@@ -165,20 +169,24 @@ class Mirror:
             if export in complete or any(_is_later(one, export) for one in complete)
         )
 
-    def sync(self) -> None:
+    def sync(self, check_writer: Callable[[], object] = lambda: None) -> None:
         """Upload and delete what has changed since the last call.
 
+        Args:
+            check_writer: called before; raises an error if another job writes by now.
+
         Raises:
-            StoreError: the store does not respond, or refuses it. The files are kept.
+            JobError: the store does not respond, or refuses it. The files are kept.
         """
         self._is_kept = True
         try:
+            check_writer()
             with self._lock:
                 self._upload_changed()
                 self._delete_removed()
-        except StoreError as error:
+        except JobError as error:
             text = f"{error} The files are kept in {self.directory}."
-            raise StoreError(text) from None
+            raise type(error)(text) from None
         self._is_kept = False
 
     def _upload_changed(self) -> None:
@@ -200,7 +208,11 @@ class Mirror:
     def _delete_removed(self) -> None:
         for name in sorted(self._remote, key=_complete_last, reverse=True):
             if not (self.directory / _export_of(name)).exists():
-                self.store.delete([name])
+                try:
+                    self.store.delete([name])
+                except DeletionDeniedError as error:
+                    # What this run writes under the name replaces it.
+                    warnings.warn(str(error), stacklevel=2)
                 self._remote.remove(name)
                 self._uploaded.pop(name, None)
 
@@ -209,7 +221,7 @@ class Mirror:
         """Call `sync` every some seconds within the block, and at its end.
 
         Args:
-            check_writer: called before; raises an error if another job writes by now.
+            check_writer: see `sync`.
 
         Raises:
             JobError: what has changed last could not be uploaded.
@@ -225,10 +237,8 @@ class Mirror:
             self._is_ended.set()
             thread.join()
             try:
-                check_writer()
-                self.sync()
+                self.sync(check_writer)
             except JobError as error:
-                self._is_kept = True
                 if not has_failed:
                     raise
                 warnings.warn(str(error), stacklevel=2)
@@ -237,8 +247,7 @@ class Mirror:
         has_warned = False
         while not self._is_ended.wait(_EVERY_SECONDS):
             try:
-                check_writer()
-                self.sync()
+                self.sync(check_writer)
             except JobError as error:
                 if not has_warned:
                     has_warned = True

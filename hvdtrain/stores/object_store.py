@@ -37,6 +37,10 @@ class StoreError(JobError):
     """A store that could not be used; the message has the address and the reason."""
 
 
+class DeletionDeniedError(StoreError):
+    """A store whose user may not delete: a policy, or a retention lock."""
+
+
 def open_filesystem(address: str) -> tuple[Any, str]:
     """Return fsspec's file system of an address, and the path in it.
 
@@ -291,7 +295,8 @@ class ObjectStore:
             remedy = "a store that responds, and credentials that may do so"
             if getattr(error, "errno", None) == errno.ENOSPC:
                 remedy = f"free space in {tempfile.gettempdir()}: set TMPDIR"
-            raise StoreError(
+            is_denied = action == "delete" and isinstance(error, PermissionError)
+            raise (DeletionDeniedError if is_denied else StoreError)(
                 f"Cannot {action} {self.address}/{name}: {reason_of(error)}; expected "
                 f"{remedy}."
             ) from error

@@ -38,7 +38,11 @@ from hvdtrain.open_directory import OpenDirectory, open_regular
 from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.stores.lease import Lease
 from hvdtrain.stores.mirror import local_directory, mirror_of
-from hvdtrain.stores.object_store import ObjectStore, StoreError
+from hvdtrain.stores.object_store import (
+    DeletionDeniedError,
+    ObjectStore,
+    StoreError,
+)
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.specs import RunConfig
 
@@ -261,12 +265,7 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     if world.is_chief:
         directory = local_directory(model_dir) / _ERRORS
         if is_address(model_dir):
-            store = mirror_of(model_dir).store
-            store.delete(
-                name
-                for name in store.sizes(_ERRORS)
-                if _ERROR_FILES.fullmatch(os.path.basename(name))
-            )
+            _delete_errors(mirror_of(model_dir).store)
         with (
             _writing(directory),
             contextlib.suppress(FileNotFoundError),
@@ -281,6 +280,17 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
         with contextlib.suppress(OSError, StoreError):
             _write_error(model_dir, world, error)
         raise
+
+
+def _delete_errors(store: ObjectStore) -> None:
+    try:
+        store.delete(
+            name
+            for name in store.sizes(_ERRORS)
+            if _ERROR_FILES.fullmatch(os.path.basename(name))
+        )
+    except DeletionDeniedError as error:
+        warnings.warn(f"{error} It is of an earlier run.", stacklevel=3)
 
 
 def _write_error(model_dir: str | PathLike, world: World, error: Exception) -> None:

@@ -644,3 +644,64 @@ def test_a_preempted_job_that_cannot_upload_its_log_is_preempted(address, monkey
     assert steps(address)
     with pytest.raises(JobError, match="Cannot write the log"):
         fit(address, 5)
+
+
+def test_other_objects_beside_a_lease_are_ignored(store, monkeypatch):
+    """Consoles and copying programs write markers of folders."""
+    found = {".lease/": 0, ".lease/notes": 1, ".lease/00000009.bak": 1}
+    monkeypatch.setattr(ObjectStore, "sizes", lambda self, prefix="": found)
+    with held(store):
+        monkeypatch.undo()
+        assert ".lease/00000001" in store.sizes()
+
+
+def test_a_lease_that_is_missing_for_a_moment_is_kept(store, monkeypatch):
+    with held(store) as first:
+        read = store.read
+        missing = [".lease/00000001"]
+
+        def read_late(name):
+            if name in missing:
+                missing.remove(name)
+                raise FileNotFoundError(name)
+            return read(name)
+
+        monkeypatch.setattr(store, "read", read_late)
+        first.check()
+        assert not missing
+        first.check()
+
+
+def test_a_store_that_denies_deletion(address, store, monkeypatch):
+    denied = []
+
+    def deny(path):
+        denied.append(path)
+        raise PermissionError("AccessDenied")
+
+    monkeypatch.setattr(type(FILES), "rm_file", lambda self, path: deny(path))
+    files = CheckpointFiles(StoreDirectory(f"{address}/checkpoints"), keep_max=1)
+    for step in range(2, 12, 2):
+        header = dataclasses.replace(HEADER, step=step)
+        files.write(Checkpoint(header=header, arrays={"a": np.ones(3)}))
+    # One attempt for each superseded checkpoint.
+    assert len(denied) == 4
+    assert files.read(2).step == 2
+    store.write("errors/rank-0.json", b"{}")
+    with (
+        pytest.warns(UserWarning, match=r"^Cannot delete .*rank-0\.json: Perm"),
+        run_directory.recorded(address, World()),
+    ):
+        pass
+
+
+def test_the_place_of_files_that_were_not_uploaded_is_printed(store, tmp_path):
+    def refused():
+        raise StoreError("Cannot read .lease/00000001: Forbidden.")
+
+    kept = f"Forbidden. The files are kept in {tmp_path}.$"
+    with (
+        pytest.raises(StoreError, match=kept),
+        Mirror(tmp_path, store).uploading(refused),
+    ):
+        pass
