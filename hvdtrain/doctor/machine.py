@@ -39,7 +39,7 @@ def check() -> list[Finding]:
     return [
         check_cores(),
         check_directory("/dev/shm", needed_bytes=16 * _MIB, remedy=_SHM_REMEDY),
-        check_directory(str(pathlib.Path.home()), needed_bytes=1, remedy=_HOME_REMEDY),
+        check_directory(os.path.expanduser("~"), needed_bytes=1, remedy=_HOME_REMEDY),
         check_directory(temporary, needed_bytes=64 * _MIB, remedy=_TMP_REMEDY),
         check_name(),
         check_interfaces(),

@@ -7,6 +7,7 @@ Nothing is imported: loading a Horovod of another TensorFlow may end the process
 import dataclasses
 import importlib.machinery
 import json
+import os
 import pathlib
 import re
 import sys
@@ -156,8 +157,11 @@ def check_keras_settings(environ: Mapping[str, str]) -> Mismatch | None:
 
 def _read_backend(environ: Mapping[str, str]) -> tuple[str, str]:
     """Return where Keras reads its backend without a variable, and the backend."""
-    home = environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras"
-    path = pathlib.Path(home) / "keras.json"
+    # As Keras: `Path.home` raises an error for a user without an entry and HOME.
+    home = os.path.expanduser("~")
+    base = home if os.access(home, os.W_OK) else "/tmp"
+    folder = environ.get("KERAS_HOME") or os.path.join(base, ".keras")
+    path = pathlib.Path(os.path.expanduser(folder)) / "keras.json"
     try:
         value = str(json.loads(path.read_text()).get("backend", ""))
     except (OSError, ValueError, AttributeError):

@@ -31,8 +31,8 @@ def stop(*, timeout_seconds: float) -> bool:
     return True
 
 
-def end_despite_threads() -> None:
-    """End this process with exit code 1, also if threads that are not daemons run.
+def end_despite_threads(exit_code: int = 1) -> None:
+    """End this process, also if threads that are not daemons run.
 
     To be called after an uncaught exception. Python joins these threads without a limit
     before it exits, while the other ranks wait for this one in a collective. Does
@@ -45,10 +45,10 @@ def end_despite_threads() -> None:
         # An exit by `os._exit` does not flush.
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        threading.Thread(target=_end, args=(threads,), daemon=True).start()
+        threading.Thread(target=_end, args=(threads, exit_code), daemon=True).start()
 
 
-def _end(threads: list[threading.Thread]) -> None:
+def _end(threads: list[threading.Thread], exit_code: int) -> None:
     deadline = time.monotonic() + THREAD_SECONDS
     has_left = stop(timeout_seconds=THREAD_SECONDS)
     for thread in threads:
@@ -63,5 +63,5 @@ def _end(threads: list[threading.Thread]) -> None:
         )
     # The exit of Python would wait for the shutdown as well.
     if alive or not has_left:
-        member.leave(1)
-        os._exit(1)
+        member.leave(exit_code)
+        os._exit(exit_code)

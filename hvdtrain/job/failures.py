@@ -105,6 +105,7 @@ def _end_preempted(error: PreemptedError) -> NoReturn:
         sys.stderr.write(f"{error}\n")
     # Otherwise the guard reports an uncaught exception when Python exits.
     vars(sys).pop("last_value", None)
+    end_despite_threads(error.exit_code)
     # Python exits with this code if its hook raises SystemExit.
     sys.exit(error.exit_code)
 

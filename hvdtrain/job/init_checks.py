@@ -58,7 +58,7 @@ def _uses_gloo() -> bool:
 
 
 def _check_interface() -> None:
-    """Gloo aborts where its interface has no address."""
+    """Raise a `JobError` if Gloo's interface has no address: Gloo would abort."""
     chosen = os.environ.get(GLOO_INTERFACE)
     if chosen and chosen not in addresses.by_interface():
         raise JobError(

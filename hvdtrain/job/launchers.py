@@ -125,17 +125,30 @@ def drop_stale(environ: MutableMapping[str, str]) -> None:
     of_mpi = any(name.startswith(_MPI) for name in environ)
     if of_mpi and stat.name in _MPI_PROCESSES:
         kept = _without(environ, (*_SLOT, _GLOO_RENDEZVOUS))
-        for name in environ.keys() - kept.keys():
+        # A program that mpirun has started may start ranks of its own: their variables
+        # are not among those with which mpirun started it.
+        inherited = set(read_environment(_started_by(pid)))
+        for name in (environ.keys() - kept.keys()) & inherited:
             del environ[name]
     elif stat.name == "horovodrun":
         # It puts its environment behind the variables of each rank.
         stale = sorted(n for n in read_environment(pid) if n.startswith(_SLOT))
         if stale:
             raise JobError(
-                f"horovodrun was started with variables of another job: {stale[0]} and "
-                f"{len(stale) - 1} more, which replace its own. Start it without them: "
-                f"env {' '.join(f'-u {name}' for name in stale)} horovodrun ..."
+                "horovodrun was started with variables of another job, which replace "
+                "its own. Start it without them: env "
+                f"{' '.join(f'-u {name}' for name in stale)} horovodrun ..."
             )
+
+
+def _started_by(launcher: int) -> int:
+    """Return the PID of the process that a launcher started: this or an ancestor."""
+    started = os.getpid()
+    for pid, _ in read_ancestors():
+        if pid == launcher:
+            break
+        started = pid
+    return started
 
 
 def _without(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:

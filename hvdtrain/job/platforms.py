@@ -143,6 +143,11 @@ def read(environ: Mapping[str, str]) -> PlatformTask | None:
             ) from error
         if task:
             return task if task.size > 1 else None
+    # Last: scripts of other platforms set a size alone, too.
+    for size, rank in (("WORLD_SIZE", "RANK"), ("PET_NNODES", "PET_NODE_RANK")):
+        given = environ.get(size, "")
+        if rank not in environ and given.isdigit() and int(given) > 1:
+            raise _missing(size, rank)
     return None
 
 
@@ -174,7 +179,7 @@ def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
 
     As "Environment variables" in the documentation of torchrun.
     """
-    if _is_partial(environ, "WORLD_SIZE", "RANK"):
+    if "WORLD_SIZE" not in environ or "RANK" not in environ:
         return None
     size, rank = int(environ["WORLD_SIZE"]), int(environ["RANK"])
     if size == 1:
@@ -194,7 +199,7 @@ def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
 
 def _read_trainer(environ: Mapping[str, str]) -> PlatformTask | None:
     """The runtime torch-distributed of Kubeflow Trainer: the options of torchrun."""
-    if _is_partial(environ, "PET_NNODES", "PET_NODE_RANK"):
+    if "PET_NNODES" not in environ or "PET_NODE_RANK" not in environ:
         return None
     size, rank = int(environ["PET_NNODES"]), int(environ["PET_NODE_RANK"])
     if size == 1:
@@ -339,14 +344,6 @@ def _of_hosts(variable: str, hosts: list[Any], host: str | None) -> PlatformTask
         raise _missing(variable, "SM_CURRENT_HOST, one of them")
     rank = hosts.index(host) if host in hosts else 0
     return PlatformTask(variable, rank, len(hosts), hosts[0], (DEFAULT_PORT,))
-
-
-def _is_partial(environ: Mapping[str, str], size: str, rank: str) -> bool:
-    """Return whether variables describe no job; raise if the rank of one is missing."""
-    has_rank, given = rank in environ, environ.get(size, "")
-    if not has_rank and given.isdigit() and int(given) > 1:
-        raise _missing(size, rank)
-    return not has_rank or size not in environ
 
 
 def _alone(variable: str) -> PlatformTask:

@@ -63,7 +63,8 @@ def normalizing_ranks(layer: keras.layers.Layer) -> ProcessSet | None:
     """Return the ranks whose batches a layer normalizes together; None if its own."""
     if isinstance(layer, SyncBatchNormalization):
         return layer.process_set
-    return global_process_set if getattr(layer, "synchronized", False) else None
+    is_batch = isinstance(layer, keras.layers.BatchNormalization)
+    return global_process_set if is_batch and layer.synchronized else None
 
 
 def normalizes_over_ranks(layer: keras.layers.Layer) -> bool:
@@ -244,13 +245,17 @@ def undeclared_weights(
     normalizations = local_normalizations(model, process_set, local_keys)
     known = {variable_key(w) for layer in normalizations for w in layer.weights}
     known |= local_keys | {variable_key(weight) for weight in averaged}
-    made = dict.fromkeys(
-        weight
-        for layer in model._flatten_layers()
-        for weight in layer._non_trainable_variables
-    )
     return [
         weight
-        for weight in made
-        if is_replicated(weight, process_set) and variable_key(weight) not in known
+        for key, weight in made_untrained(model).items()
+        if key not in known and is_replicated(weight, process_set)
     ]
+
+
+def made_untrained(model: keras.Model) -> dict[object, keras.Variable]:
+    """Return the weights that layers made with `trainable=False`, by `variable_key`."""
+    return {
+        variable_key(weight): weight
+        for layer in model._flatten_layers()
+        for weight in layer._non_trainable_variables
+    }

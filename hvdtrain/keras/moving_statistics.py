@@ -82,7 +82,7 @@ def share_undeclared_weights(model: keras.Model) -> None:
     A weight that a layer updates from the batch, without a collective in its call and
     without a declaration, differs by rank after the first steps. An evaluation would
     mix the models of the ranks. Call it on all ranks, after the broadcast of all
-    weights. Costs a small reduction if the model has weights that no gradient trains.
+    weights. Costs a small reduction if layers have weights made with `trainable=False`.
     """
     optimizer = getattr(model, "optimizer", None)
     process_set = get_process_set(optimizer)

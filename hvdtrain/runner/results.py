@@ -282,4 +282,4 @@ class _Error:
         cause = f"{' and '.join(names)} {reason}."
         texts = (str(self.exception()), cause, self.outcome.conclusion)
         text = "\n\n".join(filter(None, texts))
-        return RankError(text, next(iter(hosts_by_rank)), self.outcome.traceback)
+        return RankError(text, next(iter(hosts_by_rank)))

@@ -124,7 +124,7 @@ def test_a_slurm_job_is_described():
         ({"SLURM_NTASKS": "1"}, "--ntasks-per-node"),
         (
             {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
-            "--ntasks=2 takes precedence: leave one of both options out",
+            "--ntasks=2 takes precedence: pass only one of the two options",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.callbacks.fit_start import SharedCallback, joins
 from hvdtrain.keras.callbacks.stopping import EverySteps
 from hvdtrain.keras.consistency import CHECK_SETUP, check_consistency, trains_stages
-from hvdtrain.keras.layers import undeclared_weights
+from hvdtrain.keras.layers import made_untrained, undeclared_weights
 from hvdtrain.keras.replication import (
     get_local_keys,
     get_process_set,
@@ -183,8 +183,9 @@ def check_trained(
     checked = (
         undeclared_weights(model, process_set, local_keys) if includes_untrained else ()
     )
-    untrained = {variable_key(v) for v in model.non_trainable_weights}
-    excluded = local_keys | (untrained - {variable_key(v) for v in checked})
+    # Weights of frozen layers are compared.
+    untrained = made_untrained(model).keys() - {variable_key(v) for v in checked}
+    excluded = local_keys | untrained
     variables = non_local_variables(model, local_keys=excluded)
     check_model(
         model,

@@ -1,4 +1,4 @@
-"""What callbacks do, from which follows whether all ranks, or one rank, must have them.
+"""Which callbacks must be on all ranks, and which on one rank only.
 
 A callback of Keras acts on its own rank: one that changes weights belongs on every
 rank, and one that writes a file on one.
@@ -22,7 +22,7 @@ from hvdtrain.keras.sharded_models import is_saved_by_rank_0
 
 
 def _names_metrics(checkpoint: keras.callbacks.ModelCheckpoint) -> bool:
-    """Return whether metrics within an epoch decide what a checkpoint's name is."""
+    """Return whether logs of batches decide when a checkpoint is saved, or its name."""
     fields = {field for _, field, _, _ in string.Formatter().parse(checkpoint.filepath)}
     has_metric = checkpoint.save_best_only or fields - {"epoch", "batch", None}
     return checkpoint.save_freq != "epoch" and bool(has_metric)
@@ -99,8 +99,9 @@ def warn_of_batch_logs(callbacks: Iterable[keras.callbacks.Callback]) -> None:
     names = [type(c).__name__ for c in callbacks if _effect(c).reads_batches(c)]
     if names:
         warnings.warn(
-            f"{', '.join(names)} reads logs within an epoch, which are of the samples "
-            "of this rank: those of all ranks are in the logs of an epoch. Pass "
+            "Logs within an epoch are computed from the samples of one rank; logs of "
+            "an epoch, from all ranks. Received callbacks that use the former: "
+            f"{', '.join(names)}. Pass "
             'save_freq="epoch" to ModelCheckpoint, or update_freq="epoch" to '
             "TensorBoard.",
             stacklevel=2,
@@ -120,7 +121,7 @@ def callbacks_beside(
 
 
 class Writer(NamedTuple):
-    """A callback that writes a file, and the host of its rank."""
+    """A callback that writes a file, and its host; "" for a file in a store."""
 
     name: str
     host: str
@@ -145,7 +146,8 @@ def find_writers(
             path = path if "://" in path else os.path.abspath(path)
             # Not /dev/null, or a pipe.
             if not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path):
-                writers[path] = Writer(kind.__name__, socket.gethostname())
+                host = "" if "://" in path else socket.gethostname()
+                writers[path] = Writer(kind.__name__, host)
     return writers
 
 

@@ -88,7 +88,6 @@ class _FitStart(NamedTuple):
 
 # The key of `params`, which Keras gives to all callbacks of one `fit`.
 _SHARED = "hvdtrain_callbacks"
-_STOPPING = "StopTogetherCallback"
 
 
 class SharedCallback(keras.callbacks.Callback):
@@ -96,26 +95,27 @@ class SharedCallback(keras.callbacks.Callback):
 
     # Whether its `fit` accepts unequal numbers of batches.
     joins: ClassVar[bool] = False
+    # Whether all ranks of its `fit` stop where a callback stops one of them.
+    stops_together: ClassVar[bool] = False
     # Callbacks that may not come after it in the list.
     belongs_after: ClassVar[tuple[type[keras.callbacks.Callback], ...]] = ()
 
     def set_params(self, params: dict[str, Any]) -> None:
         super().set_params(params)
-        params.setdefault(_SHARED, []).append(self)
-
-
-def _shared(callback: keras.callbacks.Callback) -> Sequence[SharedCallback]:
-    return (callback.params or {}).get(_SHARED, ())
+        params.setdefault(_SHARED, []).append(type(self).__name__)
+        for name in ("joins", "stops_together"):
+            key = f"hvdtrain_{name}"
+            params[key] = params.get(key, False) or getattr(self, name)
 
 
 def shared_callbacks(callback: keras.callbacks.Callback) -> list[str]:
     """Return the names of the `SharedCallback`s of the `fit` of `callback`."""
-    return [type(each).__name__ for each in _shared(callback)]
+    return list((callback.params or {}).get(_SHARED, ()))
 
 
 def joins(callback: keras.callbacks.Callback) -> bool:
     """Return whether `JoinCallback` is in the `fit` of `callback`."""
-    return any(each.joins for each in _shared(callback))
+    return (callback.params or {}).get("hvdtrain_joins", False)
 
 
 def misplaced(callbacks: Iterable[keras.callbacks.Callback]) -> str:
@@ -227,13 +227,14 @@ def agree(
     Raises:
         ValueError: on every rank, if their numbers of steps differ, if only some of
             them have a callback that must be on all, if callbacks are in a wrong order
-            or in different ones, or if several ranks write one file.
+            or in different orders on the ranks, or if several ranks write one file.
     """
-    shared, beside = shared_callbacks(callback), callbacks_beside(callback)
-    changing = changing_callbacks(beside, stops_together=_STOPPING in shared)
-    callbacks = [*shared, *sorted(changing)]
+    params, beside = callback.params or {}, callbacks_beside(callback)
+    stops_together = params.get("hvdtrain_stops_together", False)
+    changing = changing_callbacks(beside, stops_together=stops_together)
+    callbacks = [*shared_callbacks(callback), *sorted(changing)]
     fault, writers = misplaced(beside), find_writers(beside, model)
-    steps = (callback.params or {}).get("steps")
+    steps = params.get("steps")
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
     start = _FitStart(
@@ -266,11 +267,11 @@ def agree(
         )
         if text := written_twice(writers_by_rank, process_set.ranks):
             raise ValueError(text)
-    warn_of_batch_logs(beside)
     _check_steps(starts, process_set.ranks)
     first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
     # Keras' fit reads it after on_train_begin.
     model._initial_epoch = None if first_epoch == NONE else _AgreedEpoch(first_epoch)
+    warn_of_batch_logs(beside)
     return Agreement(
         needs_broadcast=any(start.needs_broadcast for start in starts),
         is_built=all(start.is_built for start in starts),

@@ -11,6 +11,7 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.callbacks.effects import callbacks_beside
 from hvdtrain.keras.callbacks.fit_start import SharedCallback, misplaced
+from hvdtrain.keras.layers import normalizes_over_ranks
 from hvdtrain.keras.replication import get_hook, get_local_keys, non_local_variables
 from hvdtrain.keras.variables import find_optimizers, get_inner_optimizer
 from hvdtrain.sharding.shards import is_split_over_ranks
@@ -34,8 +35,8 @@ class JoinCallback(SharedCallback):
     Put it before callbacks that call collectives at the end of an epoch: another order
     is refused at the start. While a rank waits, the others may only reduce dense
     tensors over all ranks: use `sparse_as_dense=True` with embeddings, no bfloat16
-    compression, no `SyncBatchNormalization`, no process sets, and callbacks that call
-    collectives between epochs only.
+    compression, no process sets, no layers that normalize over ranks, and callbacks
+    that call collectives between epochs only.
 
     Raises:
         ValueError: in `fit`, for callbacks before it that belong after it.
@@ -56,6 +57,13 @@ class JoinCallback(SharedCallback):
                 "JoinCallback cannot be used with a model that is sharded over ranks: "
                 "the forward pass of the others needs the rank that waits. Deal "
                 "equally many batches to every rank instead."
+            )
+        exchanges = any(map(normalizes_over_ranks, model._flatten_layers()))
+        if exchanges and needs_communication(global_process_set):
+            raise ValueError(
+                "JoinCallback cannot be used with layers that normalize over ranks: "
+                "the forward pass of the others needs the rank that waits. Deal "
+                "equally many batches to every rank, or use BatchNormalization()."
             )
         hooks = map(get_hook, find_optimizers(model))
         if any(hook and hook.sharded_state for hook in hooks):

@@ -81,6 +81,7 @@ class StopTogetherCallback(SharedCallback):
             changed their shards of a model that is sharded over ranks.
     """
 
+    stops_together: ClassVar[bool] = True
     belongs_after: ClassVar = (
         JoinCallback,
         keras.callbacks.EarlyStopping,
