@@ -234,7 +234,7 @@ def test_a_process_of_a_launcher_without_horovod_does_not_train(run, variable, b
     assert job.returncode == 1, job.text
     assert re.fullmatch(
         rf"Received {variable} of 2 processes, but Horovod sees jobs of "
-        r"\d: .* or set HVDTRAIN_ALONE=1 if each is to train alone.",
+        r"\d: .* or set HVDTRAIN_ALONE=1 if each is to train alone, or unset .*",
         job.lines[-1],
     )
 

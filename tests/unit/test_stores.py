@@ -632,7 +632,7 @@ def test_a_store_that_ends_with_the_process_is_named(address):
 
 
 def test_a_preempted_job_that_cannot_upload_its_log_is_preempted(address, monkeypatch):
-    def failing(self):
+    def failing(self, *args):
         raise StoreError("Cannot write the log.")
 
     monkeypatch.setattr(Mirror, "sync", failing)
