@@ -206,7 +206,7 @@ FAULTS = {
     "sum of losses": (
         FIT,
         {'"mse"': 'keras.losses.MeanSquaredError(reduction="sum")'},
-        'reduction="sum", and the mean over ranks is 1 / 2',
+        'reduction="sum" or None, and the mean over ranks is 1 / 2',
     ),
     "sum of means": (
         FIT,
