@@ -469,7 +469,7 @@ def test_a_metric_of_several_samples_is_named(metric, axis):
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == (axis is not None and hvd.rank() == 0)
     for text in texts:
-        assert f"the samples of a batch ({axis}), and a batch is" in text
+        assert f"the samples of a batch ({axis}), by each rank" in text
 
 
 def test_an_unknown_aggregation_is_an_error():
