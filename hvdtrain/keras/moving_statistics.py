@@ -86,8 +86,10 @@ def share_undeclared_weights(model: keras.Model) -> None:
     """
     optimizer = getattr(model, "optimizer", None)
     process_set = get_process_set(optimizer)
+    if not needs_communication(process_set):
+        return
     weights = undeclared_weights(model, process_set, get_local_keys(optimizer))
-    if not weights or not needs_communication(process_set):
+    if not weights:
         return
     differing = find_differing(weights, process_set)
     if not differing:

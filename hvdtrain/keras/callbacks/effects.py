@@ -154,7 +154,7 @@ def find_writers(
 def written_twice(writers_by_rank: Sequence[Writers], ranks: Sequence[int]) -> str:
     """Return the text of an error: which files several ranks write; "" if none.
 
-    The ranks are those of one host: a path on several hosts may be of several disks.
+    Ranks of several hosts are not compared: each host may have a disk of its own.
     """
     found = collections.defaultdict(list)
     for rank, writers in zip(ranks, writers_by_rank, strict=True):
