@@ -171,7 +171,7 @@ _SENT_BYTES: dict[Callable, Callable[..., tf.Tensor]] = {
     moving.broadcast: _broadcast,
     moving.broadcast_all: _broadcast_all,
     moving.broadcast_in_place: _broadcast_in_place,
-    moving.reducescatter: _reducescatter,
+    moving.reduce_rows: _reducescatter,
     native_reduction.allgather: _allgather_natively,
     native_reduction.reducescatter: _reducescatter,
 }
