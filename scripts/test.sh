@@ -3,7 +3,7 @@
 #
 #     scripts/test.sh [lint] [unit] [commands] [parallel]      (all four)
 #     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [hub]
-#                     [verify] [ways] [engines] [stores]
+#                     [verify] [engines] [stores] [release]
 #
 # lint, unit and commands run at the same time. parallel: on two ranks; those of native
 # reductions also on two hosts. more_ranks: the tests that those leave out as long, then
@@ -15,10 +15,11 @@
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
 # example that logs to MLflow and to Weights & Biases, which are downloaded. hub: models
 # of keras-hub, which is downloaded, on two ranks against one process, and the example that
-# trains one. verify: python -m hvdtrain.verify on scripts with one fault each; ways: on
-# other ways to write such scripts. engines: hvdtrain.run on Ray, on Spark and in the
-# notebook of examples/, whose packages are downloaded; Spark needs Java. stores: emulators
-# of S3 and of Google's store, which are downloaded.
+# trains one. verify: python -m hvdtrain.verify on scripts with one fault each. engines:
+# hvdtrain.run on Ray, on Spark and in the notebook of examples/, whose packages are
+# downloaded; Spark needs Java. stores: emulators of S3 and of Google's store, which are
+# downloaded. release: long tests that CI leaves out, of the package's other tiers: run
+# before a release, and after a change of what they test.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
@@ -28,10 +29,10 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify|ways|engines|stores)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify|engines|stores|release)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "more_ranks, oracle, keras, oldest, nightly, trackers, hub, verify, ways, engines and" \
-      "stores" >&2
+      "more_ranks, oracle, keras, oldest, nightly, trackers, hub, verify, engines, stores" \
+      "and release" >&2
     exit 2
   }
 done
@@ -116,8 +117,8 @@ site() {
 
 # unit [FILES]; in two processes, one for each of two cores.
 unit() {
-  run unit 500 python -m pytest -q -n 2 --dist worksteal -m "not long and not stores" \
-    "${@:-tests/unit}"
+  run unit 500 python -m pytest -q -n 2 --dist worksteal \
+    -m "not long and not release and not stores" "${@:-tests/unit}"
 }
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
@@ -142,8 +143,9 @@ launched() {
 }
 
 parallel() {
-  launched native mpi 2 -m "not long" tests/parallel
-  launched auto hosts 2 -m "not long" tests/parallel/test_native_{reduction,gathering}.py
+  launched native mpi 2 -m "not long and not release" tests/parallel
+  launched auto hosts 2 -m "not long and not release" \
+    tests/parallel/test_native_{reduction,gathering}.py
 }
 
 # What the markers of pyproject.toml name.
@@ -152,16 +154,17 @@ more_ranks() {
     tests/parallel/test_{native_reduction,native_gathering,optimizer,process_sets,tape,threads}.py
     tests/parallel/test_sharded_{state,training}.py
   )
-  launched native mpi 2 -m long tests/parallel
+  launched native mpi 2 -m "long and not release" tests/parallel
   run "unit and commands, long" 1500 \
-    python -m pytest -q -n 3 --dist loadgroup -m "long and not engines and not stores and not alone" \
+    python -m pytest -q -n 3 --dist loadgroup \
+    -m "long and not release and not engines and not stores and not alone" \
     tests/{unit,commands}
-  run "commands, alone" 300 python -m pytest -q -m alone tests/commands
-  launched horovod gloo 3 -m ranks tests/parallel
-  launched native gloo 4 -m four_ranks tests/parallel
+  run "commands, alone" 300 python -m pytest -q -m "alone and not release" tests/commands
+  launched horovod gloo 3 -m "ranks and not release" tests/parallel
+  launched native gloo 4 -m "four_ranks and not release" tests/parallel
   launched native unlike 4 tests/parallel/test_native_{reduction,gathering}.py
   # Layers reduce over groups of ranks, through Horovod, which hosts do not change.
-  launched auto hosts 4 -m four_ranks "${reducing[@]}"
+  launched auto hosts 4 -m "four_ranks and not release" "${reducing[@]}"
 }
 
 oracle() { launched auto mpi 2 "${oracles[@]}"; }
@@ -224,13 +227,19 @@ hub() {
 commands() {
   run commands 900 \
     python -m pytest -q -n 2 --dist worksteal \
-    -m "not long and not verify and not ways and not engines and not stores" \
+    -m "not long and not release and not verify and not engines and not stores" \
     tests/commands
 }
 
-verify() { run verify 1400 python -m pytest -q -n 3 -m verify tests/commands; }
+verify() {
+  run verify 1400 python -m pytest -q -n 3 -m "verify and not release" tests/commands
+}
 
-ways() { run ways 900 python -m pytest -q -n 3 -m ways tests/commands; }
+release() {
+  run "unit and commands" 3000 \
+    python -m pytest -q -n 3 --dist loadgroup -m release tests/{unit,commands}
+  launched native mpi 2 -m release tests/parallel
+}
 
 engines() {
   local overlay

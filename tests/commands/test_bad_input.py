@@ -270,8 +270,8 @@ def test_loss_that_is_not_a_number(run):
     ("launcher", "name"),
     [
         ("gloo", "SIGTERM"),
-        pytest.param("alone", "SIGINT", marks=pytest.mark.long),
-        pytest.param("mpi", "SIGUSR1", marks=pytest.mark.long),
+        pytest.param("alone", "SIGINT", marks=pytest.mark.release),
+        pytest.param("mpi", "SIGUSR1", marks=pytest.mark.release),
         pytest.param("mpirun", "SIG", marks=pytest.mark.long),
     ],
 )

@@ -48,7 +48,7 @@ def figures_of(path, *, size, devices):
     return result, figures
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_two_ranks(run, tmp_path):
     path = tmp_path / "two.json"
     # The first command of the page; the default rounds take a minute.
@@ -80,7 +80,7 @@ def test_two_ranks(run, tmp_path):
     assert compared.lines[0].split() == ["strategy", "horovod", "horovod"]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_one_process(start, tmp_path):
     names = {"single": 1, "split": 2, "mirrored": 2}
     jobs = {

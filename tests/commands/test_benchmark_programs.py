@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.release
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])

@@ -55,7 +55,7 @@ def test_a_machine_that_works():
     assert findings["horovodrun"]["detail"].endswith("takes MPI without --gloo")
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_several_faults_at_once(tmp_path):
     """A Horovod that does not load, no room for files, a wrong interface, no hosts."""
     (tmp_path / "horovod").mkdir()
@@ -86,7 +86,7 @@ def test_several_faults_at_once(tmp_path):
     assert errors.strip().splitlines()[-1].startswith(f"{len(topics)} broken: ")
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_second_horovod_and_no_mpirun(tmp_path):
     bin_directory = pathlib.Path(sys.executable).parent
     for name in ("horovodrun", "python", "python3"):

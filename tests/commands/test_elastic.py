@@ -177,7 +177,7 @@ def test_a_worker_killed_in_mid_epoch(run, tmp_path):
     check_result(tmp_path, "localhost-0", size=1, rates=[2 * RATE] * 8 + [RATE] * 10)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_worker_that_joins_late_in_an_epoch(run, tmp_path):
     event = GROW.replace("BATCH", "4")
     run_elastic(

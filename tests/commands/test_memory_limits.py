@@ -21,7 +21,7 @@ shift
 exec "$@"
 """
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture

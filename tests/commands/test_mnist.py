@@ -289,7 +289,7 @@ def test_help_is_readable_and_needs_no_tensorflow(run):
     assert not {"tensorflow", "keras", "horovod"} & imported
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_real_mnist(train, real_mnist):
     _, summary = train([f"--data_dir={real_mnist}"], launcher="mpirun")
     assert summary["dataset"] == "mnist"

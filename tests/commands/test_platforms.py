@@ -68,7 +68,14 @@ def by_horovodrun(tmp_path_factory):
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
 @pytest.mark.parametrize(
     "kind",
-    ["chief", "workers", "torch", "trainer", "vertex", "sagemaker", "kubernetes"],
+    [
+        "workers",
+        "kubernetes",
+        *(
+            pytest.param(kind, marks=pytest.mark.release)
+            for kind in ("chief", "torch", "trainer", "vertex", "sagemaker")
+        ),
+    ],
 )
 def test_two_hosts_of_a_platform_are_those_of_horovodrun(
     run, tmp_path, by_horovodrun, kind
@@ -81,7 +88,7 @@ def test_two_hosts_of_a_platform_are_those_of_horovodrun(
     assert newest(tmp_path) == by_horovodrun(run)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
 def test_launch_starts_ranks_on_each_host_of_a_platform(run, tmp_path):
     network = ["-H", "host1:2,host2:2", "--network-interface", "eth0"]
@@ -113,7 +120,7 @@ def rank_of(job, index):
 
 # As a restart policy does, the platform starts each process again by itself.
 @pytest.mark.long
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.release)])
 def test_a_job_goes_on_when_the_platform_restarts_its_processes(
     start, run, tmp_path, killed
 ):
@@ -214,7 +221,7 @@ def test_ranks_that_do_not_end_at_a_signal_are_killed(start):
     [
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
         *(
-            pytest.param(*row, marks=pytest.mark.long)
+            pytest.param(*row, marks=pytest.mark.release)
             for row in (
                 ("PMI_SIZE", "PMI_RANK"),
                 ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),

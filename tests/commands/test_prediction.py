@@ -46,7 +46,7 @@ def test_a_killed_job_predicts_what_is_missing(start, tmp_path):
     np.testing.assert_array_equal(found, 2.0 * np.arange(samples))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_memory_does_not_grow_with_the_samples(start, tmp_path):
     pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -87,8 +87,8 @@ def test_set_up_again_does_nothing(tmp_path):
     "changed",
     [
         "requirements",
-        pytest.param("mpi", marks=pytest.mark.long),
-        pytest.param("installed", marks=pytest.mark.long),
+        pytest.param("mpi", marks=pytest.mark.release),
+        pytest.param("installed", marks=pytest.mark.release),
     ],
 )
 def test_an_environment_for_other_inputs_is_made_again(clone, changed):

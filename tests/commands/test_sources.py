@@ -93,6 +93,7 @@ def test_a_job_that_is_killed_reads_on_with_other_ranks(train, folder):
             assert sorted(ids) == list(range(SAMPLES))
 
 
+@pytest.mark.release
 def test_a_job_that_scales_its_batch_reads_each_sample_once(train, folder):
     flags = ["--scale_batch", f"--model_dir={folder}/run"]
     train(folder, ["formats"], 4, *flags, kill_after=30)
@@ -108,6 +109,7 @@ def test_a_job_that_scales_its_batch_reads_each_sample_once(train, folder):
         assert sorted(of_epoch) == list(range(SAMPLES))
 
 
+@pytest.mark.release
 def test_an_elastic_job_reads_on_when_a_worker_is_killed(start, folder):
     discover = folder / "discover.sh"
     discover.write_text("#!/bin/sh\nprintf 'localhost:1\\n127.0.0.1:1\\n'\n")

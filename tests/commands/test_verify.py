@@ -13,17 +13,24 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 VERIFY = [sys.executable, "-m", "hvdtrain.verify", "-np", "2"]
 
 # One of these scripts is in the README's command, two are long tests, which have no
-# forks, and all others are in the tier verify. Other ways to write them are in the tier
-# ways, which CI leaves out.
+# forks, and the others are in the tiers verify and release. Other ways to write them are
+# in the tier release.
 SHORT = {"no broadcast"}
 LONG = {"fit", "loop"}
+RELEASE = {
+    *("evaluations", "two models", "warm-up", "train_on_batch", "moments of all ranks"),
+    *("loss of all batches", "broadcast after the first step", "a sum that is divided"),
+    *("sum of means", "vocabularies", "sum of penalties", "loss of a batch"),
+    *("rate of one rank", "random numbers", "compression", "dense rows"),
+}
 
 
 def in_tiers(names):
     """Return the names, each with the mark of its tier."""
     for name in names:
-        mark = pytest.mark.long if name in LONG else pytest.mark.verify
-        yield pytest.param(name, marks=() if name in SHORT else mark)
+        tier = "long" if name in LONG else "release" if name in RELEASE else "verify"
+        marks = [getattr(pytest.mark, tier)] if name not in SHORT else []
+        yield pytest.param(name, marks=marks)
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ def test_a_script_with_a_fault(verify, name):
     assert job.text.find(expected) == min(places), job.text
 
 
-@pytest.mark.ways
+@pytest.mark.release
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_way_that_is_right(verify, name):
     job = verify(RIGHT[name])
@@ -81,7 +88,7 @@ def test_a_way_that_is_right(verify, name):
     assert left_out.get(name, "evaluations") in found[2]
 
 
-@pytest.mark.ways
+@pytest.mark.release
 @pytest.mark.parametrize("name", WRONG)
 def test_a_way_that_is_wrong(verify, name):
     text, replacements, expected = WRONG[name]
@@ -159,7 +166,10 @@ def test_a_script_that_fails_with_its_own_flags(run, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.release)],
+)
 def test_a_signal_ends_all_ranks_and_leaves_no_file(start, tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(LOOP.replace("    step(x, y)", "    input()"))

@@ -190,8 +190,8 @@ OPTIONS = {
     "subclassed, accumulation": Case(zoo.subclassed, "accumulation"),
 }
 CASES = MODELS | BY_OPTIMIZER | OPTIONS
-# Others show most of what these show.
-LONG = {
+# Left out of CI: other cases show most of what these show.
+RELEASE = {
     *("attention, dropout, graph", "attention, mask", "recurrent", "stacked cells"),
     *("shared", "subclassed", "batch norm, graph", "distributed over time", "several"),
     *("keep, attention", "keep, masked", "keep, shared", "keep, lora", "keep, tied"),
@@ -250,11 +250,11 @@ ON_MORE_RANKS = {
 
 
 def test_the_named_cases_exist():
-    assert set(CASES) > LONG | ON_MORE_RANKS
+    assert set(CASES) > RELEASE | ON_MORE_RANKS
 
 
 def marks(name):
-    found = [pytest.mark.long] * (name in LONG)
+    found = [pytest.mark.release] * (name in RELEASE)
     if name in ON_MORE_RANKS:
         found += [pytest.mark.ranks, pytest.mark.four_ranks]
     return found

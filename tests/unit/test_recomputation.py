@@ -96,7 +96,7 @@ def test_training_is_equal_bit_for_bit(policy, options):
     assert_equal(trained(parallel.remat, **options), trained(same, **options))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_with_gelu_it_is_equal_where_the_graphs_are_not_rewritten():
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     options = {"block_args": ("gelu", "l2")}
@@ -190,7 +190,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_peak_of_memory_is_lower_under_fit():
     # Processes of their own: a peak of memory is the highest since a process started.
     remat, without = [
