@@ -24,6 +24,8 @@ from hvdtrain.collectives.transport.reduction import Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
 from hvdtrain.native import recorder
 
+# Of a tensor that a broadcast of many copies into a common buffer, at most.
+_PACKED_BYTES = 2**20
 _SAME_CALLBACKS = (
     "Pass callbacks that call collectives, as those of hvd.callbacks, to fit on all "
     "ranks. "
@@ -95,15 +97,10 @@ def broadcast_all(
     name = graph.operation_name(name, process_set)
     tensors = dtypes.as_tensors(values)
     signature = Signature(f"broadcast from rank {root_rank}", tensors)
-    broadcast: Callable[[list[tf.Tensor]], list[tf.Tensor]] = functools.partial(
-        _broadcast_all, root_rank=root_rank, name=name, process_set=process_set
-    )
-    # Run one by one, each operation would wait for a negotiation of its own.
-    if tf.executing_eagerly():
-        specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in tensors)
-        number = process_set.process_set_id
-        broadcast = _traced_broadcast(specs, root_rank, name, process_set, number)
-    exchange = functools.partial(broadcast, tensors)
+
+    def exchange() -> list[tf.Tensor]:
+        return _broadcast_packed(tensors, root_rank, name, process_set)
+
     return run(exchange, signature, name=name, process_set=process_set)
 
 
@@ -302,6 +299,51 @@ def gather_groups(
         for i, result in zip(indices, results[:-1], strict=True):
             gathered[i] = dtypes.from_carrier(result, tensors[i].dtype)
     return gathered
+
+
+def _broadcast_packed(
+    tensors: list[tf.Tensor], root_rank: int, name: str, process_set: ProcessSet
+) -> list[tf.Tensor]:
+    # Small tensors of a dtype are one buffer: to trace an operation of Horovod takes
+    # 10 ms, and a model with its optimizer may have thousands of variables.
+    messages = _messages(tensors)
+    flat = [
+        tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], axis=0)
+        if len(indices) > 1
+        else tensors[indices[0]]
+        for indices in messages
+    ]
+    broadcast: Callable[[list[tf.Tensor]], list[tf.Tensor]] = functools.partial(
+        _broadcast_all, root_rank=root_rank, name=name, process_set=process_set
+    )
+    # Run one by one, each operation would wait for a negotiation of its own.
+    if tf.executing_eagerly():
+        specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in flat)
+        number = process_set.process_set_id
+        broadcast = _traced_broadcast(specs, root_rank, name, process_set, number)
+    results: list[tf.Tensor] = [None] * len(tensors)
+    for indices, received in zip(messages, broadcast(flat), strict=True):
+        if len(indices) == 1:
+            results[indices[0]] = received
+            continue
+        shapes = [tensors[i].shape for i in indices]
+        parts = tf.split(received, [shape.num_elements() for shape in shapes])
+        for i, part, shape in zip(indices, parts, shapes, strict=True):
+            results[i] = tf.reshape(part, shape)
+    return results
+
+
+def _messages(tensors: list[tf.Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors that are sent together, of one dtype each."""
+    small: dict[tf.DType, list[int]] = {}
+    alone = []
+    for i, tensor in enumerate(tensors):
+        elements = tensor.shape.num_elements()
+        if elements is None or elements * tensor.dtype.size > _PACKED_BYTES:
+            alone.append([i])
+        else:
+            small.setdefault(tensor.dtype, []).append(i)
+    return [*small.values(), *alone]
 
 
 def _broadcast_all(
