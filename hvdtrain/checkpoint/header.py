@@ -5,7 +5,6 @@ numbers are the order of the variables, since two variables may have the same pa
 """
 
 import dataclasses
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -173,15 +172,6 @@ class ArrayGroups:
 def array_name(prefix: str, number: int, path: str) -> str:
     """Return the name of the array of a variable."""
     return f"{prefix}/{number:04}/{path}"
-
-
-def without_layer_numbers(path: str) -> str:
-    """Return a path that is equal for the same model in another process.
-
-    Keras numbers the layers of a process: dense, dense_1, dense_2. Keras before 3.13
-    wrote SGD where later versions write sgd.
-    """
-    return re.sub(r"_\d+(?=_|/|$)", "", path).lower()
 
 
 def check_format(values: object) -> None:

@@ -16,8 +16,8 @@ from hvdtrain.checkpoint.header import (
     Checkpoint,
     Header,
     array_name,
-    without_layer_numbers,
 )
+from hvdtrain.checkpoint.names import without_numbers
 from hvdtrain.checkpoint.state_variables import StateVariables
 from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.job.agreement import gather
@@ -61,8 +61,7 @@ class JobVariables:
         unlisted = step_variables.unlisted(model)
         own = self.listed.with_unlisted(unlisted).own[len(self.listed.own) :]
         described = [
-            _UnlistedVariable(without_layer_numbers(v.path), v.shape, v.dtype)
-            for v in own
+            _UnlistedVariable(without_numbers(v.path), v.shape, v.dtype) for v in own
         ]
         replicas = Replicas.of_model(world, model)
         by_rank = gather(world, described)
@@ -99,7 +98,7 @@ def _stored(checkpoint: Checkpoint, replica: int) -> list[_UnlistedVariable]:
     groups, first = ArrayGroups(checkpoint.arrays), _first_unlisted(checkpoint)
     arrays = groups.by_number(RANK.format(replica)) | groups.by_number(REPLICATED)
     return [
-        _UnlistedVariable(without_layer_numbers(path), value.shape, value.dtype.name)
+        _UnlistedVariable(without_numbers(path), value.shape, value.dtype.name)
         for number, (path, value) in sorted(arrays.items())
         if number >= first
     ]

@@ -26,7 +26,6 @@ from hvdtrain.checkpoint.header import (
     Arrays,
     OtherModelError,
     array_name,
-    without_layer_numbers,
 )
 from hvdtrain.checkpoint.state_variables import StateVariables, assign
 from hvdtrain.collectives.objects import scatter_object
@@ -39,7 +38,7 @@ from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.sharding.shards import get_sharding
 
-# A variable without its number: path, shape and dtype.
+# A variable of a metric: the key of its path (see `KerasNames.keys`), shape and dtype.
 _Described = tuple[str, tuple[int, ...], str]
 
 
@@ -209,7 +208,7 @@ def states_by_replica(
         local_batch_sizes: batch sizes of the replicas that wrote the arrays.
     """
     groups, numbers_before = ArrayGroups(arrays), range(len(local_batch_sizes))
-    metric_numbers = _metric_numbers(variables.metrics, groups)
+    metric_numbers = _metric_numbers(variables, groups)
     states = [
         ReplicaState(
             rank=_values(groups, RANK.format(number)),
@@ -300,36 +299,43 @@ def _combine(
     return np.sum(values, axis=0, dtype=values[0].dtype)
 
 
-def new_metrics(metrics: Sequence[keras.Variable], arrays: Arrays) -> list[str]:
+def new_metrics(variables: StateVariables, arrays: Arrays) -> list[str]:
     """Return the names of metrics that a checkpoint has no states of."""
-    numbers = _metric_numbers(metrics, ArrayGroups(arrays))
-    variables = zip(metrics, numbers, strict=True)
-    names = [v.path.rpartition("/")[0] for v, number in variables if number is None]
+    numbers = _metric_numbers(variables, ArrayGroups(arrays))
+    pairs = zip(variables.metrics, numbers, strict=True)
+    names = [v.path.rpartition("/")[0] for v, number in pairs if number is None]
     return list(dict.fromkeys(names))
 
 
-def _metric_numbers(
-    metrics: Sequence[keras.Variable], groups: ArrayGroups
-) -> list[int | None]:
+def _metric_numbers(variables: StateVariables, groups: ArrayGroups) -> list[int | None]:
     """Return the number in a checkpoint of each variable of metrics, None if new.
 
     A metric is found by its name. If several metrics share a name (one for each
     output), they are new unless the checkpoint has equally many.
     """
-    before = _by_metric(
-        (number, (array.path, array.value.shape, array.value.dtype.name))
-        for number, array in groups.by_number(METRICS.format(0)).items()
-    )
+    metrics, stored = variables.metrics, groups.by_number(METRICS.format(0))
+    paths = [variable.path for variable in metrics]
+    paths_before = [array.path for array in stored.values()]
+    keys, keys_before = variables.names.keys(paths, paths_before)
     now = _by_metric(
-        (number, (variable.path, tuple(variable.shape), variable.dtype))
-        for number, variable in enumerate(metrics)
+        (number, (key, tuple(variable.shape), variable.dtype))
+        for number, (key, variable) in enumerate(zip(keys, metrics, strict=True))
     )
-    numbers: dict[int, int] = {}
-    for name, (numbers_now, described) in now.items():
+    before = _by_metric(
+        (number, (key, array.value.shape, array.value.dtype.name))
+        for key, (number, array) in zip(keys_before, stored.items(), strict=True)
+    )
+    found: dict[int, int] = {}
+    for name, (numbers, described) in now.items():
         numbers_before, described_before = before.get(name, ([], []))
         if described == described_before:
-            numbers |= zip(numbers_now, numbers_before, strict=True)
-    return [numbers.get(number) for number in range(len(metrics))]
+            pairs = list(zip(numbers, numbers_before, strict=True))
+            if not variables.names.difference(
+                (stored[number_before].path, paths[number])
+                for number, number_before in pairs
+            ):
+                found |= pairs
+    return [found.get(number) for number in range(len(metrics))]
 
 
 def _by_metric(
@@ -338,7 +344,7 @@ def _by_metric(
     """Return numbers and descriptions of variables by the name of their metric."""
     groups: dict[str, tuple[list[int], list[_Described]]] = {}
     for number, (path, shape, dtype) in variables:
-        metric, _, name = without_layer_numbers(path).rpartition("/")
+        metric, _, name = path.rpartition("/")
         numbers, described = groups.setdefault(metric, ([], []))
         numbers.append(number)
         described.append((name, shape, dtype))

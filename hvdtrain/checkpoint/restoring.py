@@ -296,7 +296,7 @@ def _warn_of_per_replica(variables: StateVariables) -> None:
 
 
 def _warn_of_new_metrics(variables: StateVariables, checkpoint: Checkpoint) -> None:
-    if names := new_metrics(variables.metrics, checkpoint.arrays):
+    if names := new_metrics(variables, checkpoint.arrays):
         warnings.warn(
             f"The checkpoint of step {checkpoint.step} has no states of the metrics "
             f"{', '.join(names)}: they start there.",

@@ -23,7 +23,6 @@ from hvdtrain.checkpoint.header import (
     OtherModelError,
     StoredArray,
     array_name,
-    without_layer_numbers,
 )
 from hvdtrain.checkpoint.per_rank import capture_generators
 from hvdtrain.checkpoint.state_variables import (
@@ -211,27 +210,40 @@ def assign_stored_once(variables: StateVariables, arrays: Arrays) -> None:
     groups = ArrayGroups(arrays)
     replicated = groups.by_number(REPLICATED)
     own = groups.by_number(RANK.format(0)) | replicated
-    _check_same(variables.shared, groups.by_number(SHARED))
-    _check_same(list(variables.tables.values()), groups.by_number(TABLES))
-    _check_same(list(variables.per_replica.values()), own)
+    # The last of them are not listed by Keras: `JobVariables` has compared them.
+    listed = list(variables.per_replica.values())
+    pairs = [
+        *_pairs(variables.shared, groups.by_number(SHARED)),
+        *_pairs(list(variables.tables.values()), groups.by_number(TABLES)),
+        *_pairs(listed, own)[: len(listed) - len(variables.unlisted)],
+    ]
+    if difference := variables.names.difference(
+        (stored.path, variable.path) for variable, stored in pairs
+    ):
+        raise OtherModelError(
+            f"it has {difference}: make its layers with the same names, in the same "
+            "order"
+        )
+    for variable, stored in pairs:
+        _check_same(variable, stored.value)
     variables = variables.with_replicated(replicated)
     assign(variables.stored_once, groups.values_stored_once())
 
 
-def _check_same(
+def _pairs(
     variables: Sequence[FullVariable], stored: Mapping[int, StoredArray]
-) -> None:
+) -> list[tuple[FullVariable, StoredArray]]:
     if len(variables) != len(stored):
         raise OtherModelError(
             f"it has {len(stored)} variables, and the model has {len(variables)}"
         )
-    for variable, number in zip(variables, sorted(stored), strict=True):
-        (before, value), path = stored[number], variable.path
-        if without_layer_numbers(before) != without_layer_numbers(path):
-            raise OtherModelError(f"it has {before} where the model has {path}")
-        shape, dtype = variable.shape, variable.dtype
-        if (shape, dtype) != (value.shape, value.dtype.name):
-            raise OtherModelError(
-                f"{path} has the shape {shape} and dtype {dtype} in "
-                f"the model, {value.shape} and {value.dtype} there"
-            )
+    return list(zip(variables, map(stored.__getitem__, sorted(stored)), strict=True))
+
+
+def _check_same(variable: FullVariable, value: np.ndarray) -> None:
+    shape, dtype = variable.shape, variable.dtype
+    if (shape, dtype) != (value.shape, value.dtype.name):
+        raise OtherModelError(
+            f"{variable.path} has the shape {shape} and dtype {dtype} in "
+            f"the model, {value.shape} and {value.dtype} there"
+        )

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.checkpoint.header import without_layer_numbers
+from hvdtrain.checkpoint.names import KerasNames, without_numbers
 from hvdtrain.collectives.objects import RanksOfValue, group_by_value, name_values
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import World
@@ -42,6 +42,7 @@ class StateVariables:
             are the last ones.
         replicated: numbers in `own` of variables that are equal on all replicas:
             frozen weights, for example.
+        names: compares paths with those in a checkpoint.
     """
 
     shared: list[FullVariable]
@@ -50,6 +51,7 @@ class StateVariables:
     metrics: list[keras.Variable]
     unlisted: range
     replicated: frozenset[int] = frozenset()
+    names: KerasNames = dataclasses.field(default_factory=KerasNames)
 
     @classmethod
     def of(cls, model: keras.Model) -> "StateVariables":
@@ -77,6 +79,7 @@ class StateVariables:
             accumulated=range(len(own), end),
             metrics=metrics,
             unlisted=range(end, end),
+            names=KerasNames(model),
         )
 
     @property
@@ -155,7 +158,7 @@ class StateVariables:
     @property
     def unlisted_paths(self) -> list[str]:
         """Paths of `unlisted`, which are equal in all processes of a job."""
-        return [without_layer_numbers(self.own[n].path) for n in self.unlisted]
+        return [without_numbers(self.own[n].path) for n in self.unlisted]
 
     def broadcast_unlisted(self, model: keras.Model) -> None:
         """Broadcast replicated variables that Keras does not list. A collective.

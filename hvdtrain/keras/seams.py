@@ -352,6 +352,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("draw_seed(seed)",
              "The seed of Keras' random functions: a shard continues the full draw."),
     ),
+    "keras.src.utils.naming": (
+        Seam("to_snake_case(name)",
+             "Which names Keras has made from a class, and numbered: in checkpoints."),
+    ),
     "keras.src.api_export": (
         Seam("get_name_from_symbol(symbol)",
              "Whether a base class is public: an object is saved as one of it."),

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
-from hvdtrain.checkpoint.header import Header, without_layer_numbers
+from hvdtrain.checkpoint.header import Header
+from hvdtrain.checkpoint.names import without_numbers
 from hvdtrain.checkpoint.restoring import Start, assign_all, restore
 from hvdtrain.checkpoint.writing import wait_for_writer
 from hvdtrain.flight import member
@@ -204,7 +205,7 @@ def _new_job(
     learned = enumerate(learned_state(model, is_derived=False), start=1)
     # By their order, too: the names of two layers may differ by the number alone.
     texts = {
-        f"{without_layer_numbers(value.name)} (number {number})": value.text
+        f"{without_numbers(value.name)} (number {number})": value.text
         for number, value in learned
     }
     return Header(

@@ -694,6 +694,23 @@ def test_a_checkpoint_of_another_model_is_an_error(started):
         train(started, units=9)
 
 
+def test_branches_that_have_changed_places_are_an_error(tmp_path):
+    def make_model(optimizer, *, units, order):
+        x = keras.Input((6,))
+        outputs = [keras.layers.Dense(2, name=f"branch_{n}")(x) for n in order]
+        model = keras.Model(x, keras.layers.Add()(outputs))
+        model.compile(optimizer, LOSS, run_eagerly=True)
+        return model
+
+    first = functools.partial(make_model, order=(1, 2))
+    train(tmp_path, make_model=first, max_steps=1)
+    with pytest.raises(
+        JobError, match=r"has branch_1/kernel where the model has branch_2/kernel: make"
+    ):
+        train(tmp_path, make_model=functools.partial(make_model, order=(2, 1)))
+    assert train(tmp_path, make_model=first, max_steps=2).start_step == 1
+
+
 @pytest.mark.long
 def test_metrics_may_be_added_and_removed_within_an_epoch(tmp_path):
     def with_one_more(optimizer, *, units):
