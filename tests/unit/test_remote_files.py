@@ -2,6 +2,7 @@
 
 import datetime
 import io
+import os
 import sys
 
 import fsspec
@@ -352,6 +353,45 @@ def test_a_copy_that_is_removed_during_a_job_is_made_again(
     for path in (tmp_path / "cache" / "files").glob("*"):
         path.unlink()
     np.testing.assert_array_equal(source.read(np.arange(3)), expected)
+
+
+@pytest.mark.parametrize("bytes_left", [0, 1_000])
+def test_a_truncated_copy_is_made_again(array_records, tmp_path, bytes_left):
+    expected = data.ArrayRecord(tmp_path / "part-0").read(np.arange(1))
+    data.ArrayRecord(f"{array_records}0")
+    (copy,) = (tmp_path / "cache" / "files").glob("*")
+    os.truncate(copy, bytes_left)
+    source = data.ArrayRecord(f"{array_records}0")
+    np.testing.assert_array_equal(source.read(np.arange(1)), expected)
+
+
+def test_a_damaged_copy_is_named_and_the_next_job_makes_it_again(
+    array_records, tmp_path
+):
+    source = data.ArrayRecord(f"{array_records}0")
+    (copy,) = (tmp_path / "cache" / "files").glob("*")
+    content = bytearray(copy.read_bytes())
+    content[50_000] ^= 1
+    copy.write_bytes(content)
+    for damaged in (source, data.ArrayRecord(f"{array_records}0")):
+        with pytest.raises(DataError) as caught:
+            damaged.read(np.arange(1))
+        assert str(caught.value).startswith("Cannot read memory:///bucket/part-0 (")
+        assert f" from its copy {copy}: " in str(caught.value)
+        assert str(caught.value).endswith("fails, too, write the file again.")
+        assert not copy.exists()
+        copy.write_bytes(content)
+    copy.unlink()
+    data.ArrayRecord(f"{array_records}0").read(np.arange(1))
+
+
+def test_a_copy_that_is_truncated_while_it_is_read_is_an_error(array_records, tmp_path):
+    source = data.ArrayRecord(f"{array_records}0")
+    source.read(np.arange(1))
+    (copy,) = (tmp_path / "cache" / "files").glob("*")
+    os.truncate(copy, 0)
+    with pytest.raises(DataError, match=rf"from its copy {copy}: the copy has 0 bytes"):
+        source.read(np.arange(1))
 
 
 def test_copies_need_a_directory(array_records, monkeypatch):

@@ -1,5 +1,6 @@
 """ArrayRecord files, read by the library `array_record`."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,12 @@ import numpy as np
 
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sources.data_files import DataFile
-from hvdtrain.data.sources.local_copies import copy_all, local_copy
+from hvdtrain.data.sources.local_copies import (
+    check_size,
+    copy_all,
+    local_copy,
+    reading_copy,
+)
 from hvdtrain.data.sources.record_files import RecordFiles
 from hvdtrain.data.sources.remote_files import RemoteFile
 from hvdtrain.data.sources.source import load_library
@@ -18,6 +24,7 @@ from hvdtrain.job.files import one_line_errors
 # in memory ("offloaded") 1,000 times.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 _BUFFER_BYTES = 1 << 15
+_ERRORS = (OSError, RuntimeError, ValueError)
 
 
 class ArrayRecord(RecordFiles[Any]):
@@ -74,16 +81,21 @@ class ArrayRecord(RecordFiles[Any]):
     ) -> list[bytes]:
         with _reading(file):
             records = opened.read(numbers.tolist())
-        # After: the library returns empty records beyond the end of a truncated file.
-        if not isinstance(file, RemoteFile):
-            file.check()
+            # After: the library returns empty records beyond the end of a truncated
+            # file.
+            if not isinstance(file, RemoteFile):
+                file.check()
+            elif not all(records):
+                check_size(file)
         return records
 
 
-def _reading(file: DataFile) -> Any:
+def _reading(file: DataFile) -> contextlib.AbstractContextManager[None]:
+    if isinstance(file, RemoteFile):
+        return reading_copy(file, _ERRORS)
     return one_line_errors(
         f"read {file.path} ({file.size} bytes)",
-        errors=(OSError, RuntimeError, ValueError),
+        errors=_ERRORS,
         remedy="expected a complete ArrayRecord file: fetch or write it again",
         raises=DataError,
     )

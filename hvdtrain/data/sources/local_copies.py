@@ -3,14 +3,14 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hvdtrain import environment
 from hvdtrain.data.download import default_cache_dir
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sources import index_cache
 from hvdtrain.data.sources.remote_files import RemoteFile
-from hvdtrain.job.files import atomic_write
+from hvdtrain.job.files import atomic_write, one_line_errors
 
 # What a process keeps in memory of a file that it copies.
 _WINDOW_BYTES = 1 << 25
@@ -36,15 +36,14 @@ def local_copy(file: RemoteFile, blocking: bool = True) -> pathlib.Path:
         BlockingIOError: another process copies it, and `blocking` is False.
         DataError: the file has changed, cannot be read, or cannot be written here.
     """
-    directory = default_cache_dir() / "files"
-    path = directory / index_cache.digest("copy", *file.identity())
-    if _touch(path):
+    path = _path(file)
+    if _touch(path, file.size):
         return path
     try:
         with index_cache.locked(path, blocking=blocking):
             # Another process may have copied it before the lock was acquired.
-            if not _touch(path):
-                _remove_oldest(directory, environment.file_cache_bytes() - file.size)
+            if not _touch(path, file.size):
+                _remove_oldest(path.parent, environment.file_cache_bytes() - file.size)
                 with atomic_write(path) as partial, open(partial, "wb") as copy:
                     for start in range(0, file.size, _WINDOW_BYTES):
                         end = min(start + _WINDOW_BYTES, file.size)
@@ -61,10 +60,52 @@ def local_copy(file: RemoteFile, blocking: bool = True) -> pathlib.Path:
     return path
 
 
-def _touch(path: pathlib.Path) -> bool:
+@contextlib.contextmanager
+def reading_copy(
+    file: RemoteFile, errors: tuple[type[Exception], ...]
+) -> Iterator[None]:
+    """Remove the copy of a file if reading it raises one of `errors`.
+
+    Otherwise each later job would read it again, also if the file is intact.
+
+    Raises:
+        DataError: for such an error, with the file and its copy.
+    """
+    try:
+        yield
+    except errors:
+        path = _path(file)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        with one_line_errors(
+            f"read {file.path} ({file.size} bytes) from its copy {path}",
+            errors=errors,
+            remedy="expected a complete file: start again, which copies it anew; if "
+            "that fails, too, write the file again",
+            raises=DataError,
+        ):
+            raise
+
+
+def check_size(file: RemoteFile) -> None:
+    """Raise `OSError` if the copy of a file was truncated; it may have been removed."""
+    with contextlib.suppress(FileNotFoundError):
+        size = _path(file).stat().st_size
+        if size != file.size:
+            raise OSError(f"the copy has {size} bytes")
+
+
+def _path(file: RemoteFile) -> pathlib.Path:
+    name = index_cache.digest("copy", *file.identity())
+    return default_cache_dir() / "files" / name
+
+
+def _touch(path: pathlib.Path, size: int) -> bool:
+    """Note that a copy is used, and return whether it is there and complete."""
     with contextlib.suppress(OSError):
         os.utime(path)
-    return path.is_file()
+        return path.is_file() and path.stat().st_size == size
+    return False
 
 
 def _remove_oldest(directory: pathlib.Path, limit: float) -> None:
