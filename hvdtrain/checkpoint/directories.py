@@ -48,6 +48,11 @@ class DiskDirectory:
     def names(self) -> list[str]:
         return os.listdir(self._path)
 
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the files by name."""
+        with os.scandir(self._path) as entries:
+            return {e.name: e.stat(follow_symlinks=False).st_size for e in entries}
+
     def read(self, name: str) -> str:
         return self.path(name).read_text()
 
@@ -108,7 +113,11 @@ class StoreDirectory:
         """Do nothing: a store has no directories."""
 
     def names(self) -> list[str]:
-        return list(self._store.sizes(depth=1))
+        return list(self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the objects by name."""
+        return self._store.sizes(depth=1)
 
     def read(self, name: str) -> str:
         return self._store.read(name).decode()

@@ -61,8 +61,9 @@ class PredictionFiles:
                     f"Received another {self._manifest} in {self._directory} than rank "
                     "0; expected a directory that all ranks share."
                 )
-            names = self._directory.names()
-        missing = [n for n, name in enumerate(self._parts) if name not in names]
+            sizes = self._directory.sizes()
+        # A crash of the machine may leave a file without content; no part has none.
+        missing = [n for n, name in enumerate(self._parts) if not sizes.get(name)]
         # A store may list an object late, and on some ranks only.
         return gather(world, missing)[0]
 

@@ -161,11 +161,14 @@ def test_a_complete_job_predicts_nothing(tmp_path):
     out = tmp_path / "scores-*.npy"
     result = predict(out)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    content = (tmp_path / "scores-00002-of-00003.npy").read_bytes()
     (tmp_path / "scores-00001-of-00003.npy").unlink()
+    (tmp_path / "scores-00002-of-00003.npy").write_bytes(b"")
     assert predict(out) == result
     after = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    changed = [path.name for path in before if before[path] != after[path]]
-    assert changed == ["scores-00001-of-00003.npy"]
+    changed = sorted(path.name for path in before if before[path] != after[path])
+    assert changed == ["scores-00001-of-00003.npy", "scores-00002-of-00003.npy"]
+    assert (tmp_path / "scores-00002-of-00003.npy").read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -270,8 +273,10 @@ def test_a_store(tmp_path):
         assert stored == path.read_bytes()
     memory.pipe_file("/predictions/run/scores-00000-of-00003.npy", b"kept")
     memory.rm_file("/predictions/run/scores-00001-of-00003.npy")
+    memory.pipe_file("/predictions/run/scores-00002-of-00003.npy", b"")
     predict("memory://predictions/run/scores-*.npy")
     assert memory.cat_file("/predictions/run/scores-00000-of-00003.npy") == b"kept"
-    assert memory.exists("/predictions/run/scores-00001-of-00003.npy")
+    for number in (1, 2):
+        assert memory.size(f"/predictions/run/scores-0000{number}-of-00003.npy")
     outputs = json.loads(memory.cat_file("/predictions/run/_scores.json"))["outputs"]
     assert outputs["pair_1"] == "float32[2, 4]"
