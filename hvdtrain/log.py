@@ -231,7 +231,7 @@ def _parse(text: str) -> Line | None:
     """Return a line; None for a text that is truncated, or not of this format."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(line, dict):
         return None

@@ -50,7 +50,11 @@ _ARRAYS = re.compile(r"step-(\d{8,})-[a-f][\da-f]{7}\.safetensors")
 # The key of the digest of all other values in the JSON file.
 _DIGEST = "digest"
 _HOUR_SECONDS = 3600.0
-_DAMAGE = (OSError, LookupError, TypeError, ValueError, SafetensorError)
+# RecursionError: JSON of deeply nested brackets.
+_DAMAGE = (
+    *(OSError, LookupError, TypeError, ValueError, RecursionError),
+    SafetensorError,
+)
 # Other errors of the system, such as EIO or EMFILE, may be temporary.
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)

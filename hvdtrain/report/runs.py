@@ -212,7 +212,7 @@ def _names(directories: Sequence[str | os.PathLike]) -> list[str]:
 
 def _summary(directory: str | os.PathLike) -> dict[str, Any]:
     # The file is missing until a job is finished. The log alone makes a report.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         summary = json.loads(pathlib.Path(directory, "summary.json").read_text())
         if isinstance(summary, dict):
             return summary

@@ -129,9 +129,9 @@ class Lease:
             holder = json.loads(self._store.read(_name(number)))
         except FileNotFoundError:
             return None
-        except ValueError:
-            return {"host": "?"}
-        return dict(holder)
+        except (ValueError, RecursionError):
+            holder = None
+        return holder if isinstance(holder, dict) else {"host": "?"}
 
     def _is_running(self, number: int) -> bool | None:
         """Return whether a holder runs; None for a process of another machine.

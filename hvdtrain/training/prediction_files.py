@@ -104,7 +104,10 @@ class PredictionFiles:
         return files.one_line_errors(
             f"use {name} in {self._directory}",
             # Those of pyarrow, json and TensorFlow among them.
-            errors=(OSError, ValueError, AttributeError, tf.errors.OpError),
+            errors=(
+                *(OSError, ValueError, AttributeError, RecursionError),
+                tf.errors.OpError,
+            ),
             remedy="expected a directory with free space, which all ranks share and "
             "this user can write to: choose another out",
         )

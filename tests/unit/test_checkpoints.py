@@ -189,6 +189,17 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
+def describe_arrays(files, text):
+    """Replace what describes the arrays; digest and size are of the new file."""
+    path, contents = arrays_path(files), json.loads(files.path(300).read_text())
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    contents["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    contents["bytes"] = path.stat().st_size
+    del contents["digest"]
+    contents["digest"] = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+    files.path(300).write_text(json.dumps(contents))
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -196,6 +207,8 @@ def flip_a_bit(path):
         lambda files: flip_a_bit(arrays_path(files)),
         lambda files: arrays_path(files).unlink(),
         lambda files: files.path(300).write_text("{}"),
+        lambda files: files.path(300).write_text("[" * 200_000),
+        lambda files: describe_arrays(files, b"[" * 200_000),
         lambda files: files.path(300).write_text(files.path(200).read_text()),
         lambda files: truncate(files.path(300), size=-2),
         # One bit: ASCII 6 and 7.

@@ -172,6 +172,7 @@ def test_lines_of_other_programs_are_skipped(make, tmp_path):
     make().on_start(start(0))
     with (tmp_path / "log.jsonl").open("ab") as file:
         file.write(b'\0\0\xff\n7\n[]\n{"event": []}\n{"event": "progress"}\n\n')
+        file.write(b"[" * 200_000 + b"\n")
         file.write(b'{"event": "evaluation", "seconds": 1, "step": 1, "metrics": 7}\n')
         file.write(b'{"event": "end", "seconds": 1, "step": 1, "saving_seconds": ""}\n')
         file.write(b'{"event": "x", "seconds": 1, "step": 1}\n')

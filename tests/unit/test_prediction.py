@@ -200,7 +200,7 @@ def test_files_without_their_description_are_refused(tmp_path):
     (tmp_path / "_scores.json").unlink()
     with pytest.raises(JobError, match=r"scores-00000-of-00003\.npy without _scores"):
         predict(tmp_path / "scores-*.npy")
-    for content in ("[", "[]"):
+    for content in ("[", "[]", "[" * 200_000):
         (tmp_path / "_scores.json").write_text(content)
         with pytest.raises(JobError, match=r"^Cannot use _scores\.json in .*[^\n]*$"):
             predict(tmp_path / "scores-*.npy")

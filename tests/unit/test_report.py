@@ -244,8 +244,9 @@ def test_names_are_as_short_as_is_unique(tmp_path):
 def test_summary_of_something_else(tmp_path):
     directory = write(tmp_path / "a", KILLED, model=7)
     assert "7" not in table(runs.read([directory])).split("ranks")[0]
-    (directory / "summary.json").write_text("[]")
-    assert runs.read([directory])[0].summary == {}
+    for text in ("[]", "[" * 200_000):
+        (directory / "summary.json").write_text(text)
+        assert runs.read([directory])[0].summary == {}
 
 
 def test_a_directory_without_a_log(tmp_path):

@@ -410,6 +410,15 @@ def test_a_lease_that_is_not_renewed_ends(store, monkeypatch):
             first.check()
 
 
+@pytest.mark.parametrize("content", [b"[" * 200_000, b"[]", b"7", b"\xff", b""])
+def test_a_damaged_lease_ends_by_its_time(store, content):
+    store.write(".lease/00000001", content)
+    pauses = []
+    with held(store, seconds=60, sleep=pauses.append) as second:
+        assert 59 < sum(pauses) <= 60
+        second.check()
+
+
 def test_a_lease_of_a_process_that_was_killed_here_ends_at_once(store):
     process = subprocess.Popen([sys.executable, "-c", ""])
     machine = lease._describe_process()["machine"]
