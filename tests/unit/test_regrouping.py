@@ -81,3 +81,23 @@ def test_each_array_is_looked_up_once_for_any_number_of_ranks(size):
     states = states_by_replica(arrays, size, mean, [1] * 64)
     assert [state["rank"][0][0] for state in states] == [*range(size)]
     assert {*visits.values()} == {1}
+
+
+def test_states_of_metrics_are_found_by_the_names_that_a_user_has_chosen():
+    metrics = [keras.metrics.Mean(name=f"top_{number}") for number in (2, 1)]
+    variables = StateVariables(
+        shared=[],
+        own=[],
+        accumulated=range(0),
+        metrics=[variable for metric in metrics for variable in metric.variables],
+        unlisted=range(0),
+    )
+    before = [
+        f"top_{number}/{name}" for number in (1, 2) for name in ("total", "count")
+    ]
+    arrays = {
+        f"metrics0/{number:04}/{path}": np.float32(number)
+        for number, path in enumerate(before)
+    }
+    (state,) = states_by_replica(arrays, 1, variables, [4])
+    assert state["metrics"] == [2, 3, 0, 1]
