@@ -34,8 +34,7 @@ def measure(options: TrainingOptions, world: World) -> Run:
             model = keras_loads.build_gpt2(load, dtype)
         else:
             model = keras_loads.build_dlrm(load, options.kind)
-        shard_state = "slices_reducescatter" if options.kind == "state" else False
-        hvd.DistributedOptimizer(model.optimizer, shard_state=shard_state)
+        hvd.DistributedOptimizer(model.optimizer, shard_state=options.kind == "state")
         count = sum(weight.shape.num_elements() for weight in _values(model))
     batch = keras.tree.map_structure(lambda array: array[: load.batch_size], (x, y))
     workload = Workload(build=lambda: model, batch=batch, note="")

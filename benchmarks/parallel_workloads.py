@@ -176,7 +176,7 @@ def _compile_wide(
 
 
 def _data_parallel(
-    options: ParallelismOptions, shard_state: bool | str = False
+    options: ParallelismOptions, shard_state: bool = False
 ) -> keras.Model:
     return _compile_wide(_build_wide(options), options, shard_state=shard_state)
 
@@ -208,9 +208,7 @@ def _pipeline(options: ParallelismOptions) -> keras.Model:
 
 _WIDE_KINDS = {
     "replicated": Kind(build=_data_parallel),
-    "state": Kind(
-        build=functools.partial(_data_parallel, shard_state="slices_reducescatter")
-    ),
+    "state": Kind(build=functools.partial(_data_parallel, shard_state=True)),
     "full": Kind(build=functools.partial(_fully_sharded, reshard=True)),
     "gathered": Kind(build=functools.partial(_fully_sharded, reshard=False)),
     "model": Kind(build=_model_parallel, shares_samples=True),

@@ -14,7 +14,6 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import ProcessSet
 from hvdtrain.keras.gradients import Gradient, GradientReducer
-from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import Optimizer, Variable
 from hvdtrain.sharding.shards import (
     get_sharding,
@@ -40,13 +39,11 @@ class Clipping:
         reducer: GradientReducer,
         *,
         mesh: "Mesh | None" = None,
-        sharded_state: ShardedState | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._reducer = reducer
         # Variables are sharded over other ranks than gradients are reduced over.
         self._splits_model = bool(mesh and mesh.shape.splits_model)
-        self._sharded_state = sharded_state
         self._clip_locally = optimizer._clip_gradients
 
     def check(self) -> None:
@@ -66,7 +63,7 @@ class Clipping:
         if self._optimizer.global_clipnorm:
             return self._clip_by_global_norm(grads, variables)
         limit = self._optimizer.clipnorm
-        if not limit or not (self._is_scattered or is_sharded(variables)):
+        if not limit or not is_sharded(variables):
             return self._clip_locally(grads)
         return [
             tf.convert_to_tensor(gradient) * limit / tf.maximum(tf.sqrt(square), limit)
@@ -78,9 +75,7 @@ class Clipping:
     def _clip_by_global_norm(
         self, grads: list[Gradient], variables: list[Variable]
     ) -> list[Gradient]:
-        if self._is_scattered or (
-            self._splits_model and is_split_over_ranks(variables)
-        ):
+        if self._splits_model and is_split_over_ranks(variables):
             square = _sum(self._squares(grads, variables))
             if (stages := get_stages(variables)) is not None:
                 square = transport.combine(square, stages, name="StagesNorm")
@@ -100,13 +95,7 @@ class Clipping:
         self, grads: list[Gradient], variables: list[Variable]
     ) -> list[tf.Tensor]:
         squares = [tf.reduce_sum(tf.square(tf.convert_to_tensor(g))) for g in grads]
-        if self._sharded_state and self._is_scattered:
-            squares = self._sharded_state.sum_squares(squares, variables)
         return _sum_over_shards(squares, variables)
-
-    @property
-    def _is_scattered(self) -> bool:
-        return self._sharded_state is not None and self._sharded_state.is_scattered
 
 
 def _sum_over_shards(

@@ -181,9 +181,7 @@ class ReductionHook:
         self._skipping: UpdateSkipping | None = None
         self.is_configured = False
         # Before `_clip_gradients` is replaced, whose original it calls.
-        self._clip = Clipping(
-            optimizer, reducer, mesh=mesh, sharded_state=sharded_state
-        )
+        self._clip = Clipping(optimizer, reducer, mesh=mesh)
         replace_method = functools.partial(replace, optimizer, by=ReductionHook)
         self._build = replace_method("build", self.build)
         if optimizer.built:
@@ -323,8 +321,7 @@ class ReductionHook:
         finite = all_finite(gradients)
         # Reduced gradients are equal on all ranks, but for gradients of shards and of
         # local variables. A rank that skipped a step alone would block the others.
-        is_scattered = self.sharded_state and self.sharded_state.is_scattered
-        if self.mesh or is_scattered or self.reducer.differ_by_rank(self._variables):
+        if self.mesh or self.reducer.differ_by_rank(self._variables):
             finite = ops.is_true_on_all_ranks(
                 finite, name="FiniteGradients", process_set=self.all_ranks
             )

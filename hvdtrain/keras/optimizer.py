@@ -53,7 +53,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
     mesh: "Mesh | None" = None,
-    shard_state: bool | str = False,
+    shard_state: bool = False,
 ) -> Optimizer:
     """Make a Keras optimizer combine its gradients over all ranks.
 
@@ -94,10 +94,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         mesh: instead of `process_set`, for models that are sharded. Gradients are
             reduced along its axis data.
         shard_state: shard the optimizer's state over the ranks that reduce gradients
-            together: False, True, or how (see `ShardedState`): "variables" (True),
-            exact for every optimizer; "slices" and "slices_reducescatter" for
-            elementwise optimizers, the latter with less communication and sums in
-            another order. All ranks call `model.save` then, which saves all of it.
+            together, by variable. All ranks call `model.save` then, which saves all of
+            it.
 
     Returns:
         `optimizer`, with a method `register_local_var(variable)` added.
@@ -128,10 +126,15 @@ def distribute(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     mesh: "Mesh | None" = None,
-    shard_state: bool | str = False,
+    shard_state: bool = False,
 ) -> Optimizer:
     """Hook a reduction with these options into `optimizer`, and return it."""
     _check_optimizer(optimizer)
+    if not isinstance(shard_state, bool):
+        raise ValueError(
+            f"Received shard_state={shard_state!r}; expected True or False. To shard "
+            "large variables by element, use parallel.fully_shard."
+        )
     compiled_gradients.install()
     check_computed_losses()
     if options.reduction.op not in (Average, Sum):
@@ -149,7 +152,7 @@ def distribute(
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
     # The hook replaces `build` as well, and must wrap the replacement of the state.
-    sharded_state = ShardedState(base, reducer, shard_state) if shard_state else None
+    sharded_state = ShardedState(base, reducer) if shard_state else None
     if shard_state or mesh:
         # `model.save` gathers shards: rank 0 alone would block in it.
         sharded_models.install()
@@ -217,7 +220,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _check_multi_optimizer(
-    optimizer: Optimizer, passes: int, shard_state: bool | str
+    optimizer: Optimizer, passes: int, shard_state: bool
 ) -> None:
     if passes != 1:
         raise ValueError(
@@ -228,8 +231,8 @@ def _check_multi_optimizer(
     if shard_state:
         raise ValueError(
             "The state of a MultiOptimizer cannot be sharded: each of its optimizers "
-            f"has its own. Received: {optimizer.name!r} with "
-            f"shard_state={shard_state!r}. Use shard_state=False."
+            f"has its own. Received: {optimizer.name!r} with shard_state=True. Use "
+            "shard_state=False."
         )
 
 

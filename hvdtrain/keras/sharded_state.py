@@ -1,8 +1,8 @@
 """Optimizer state that is sharded over the ranks (ZeRO stage 1).
 
 Rajbhandari et al. (2020, arXiv:1910.02054): ranks that hold replicas of the weights
-need the optimizer's state only once between them. Each rank keeps the slots of its
-shards of the weights, updates these shards, and the ranks exchange them.
+need the optimizer's state only once between them. Each rank keeps the slots of some of
+the weights, updates these weights, and the ranks exchange them.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives import graph, transport
+from hvdtrain.collectives import graph
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
@@ -23,9 +23,9 @@ from hvdtrain.keras.consistency import (
     DesynchronizedError,
     compute_checksum,
 )
-from hvdtrain.keras.gradients import GradientReducer, Gradients, split_into_groups
+from hvdtrain.keras.gradients import GradientReducer, Gradients
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.sharded_updates import WeightShard, gather, scatter, shard_weights
+from hvdtrain.keras.sharded_updates import WeightShard, gather, shard_weights
 from hvdtrain.keras.variables import (
     Optimizer,
     accumulated_gradients,
@@ -33,11 +33,7 @@ from hvdtrain.keras.variables import (
     variable_key,
     weight_copies,
 )
-from hvdtrain.sharding.optimizer_checks import NOT_ELEMENTWISE
-from hvdtrain.sharding.shards import assign_shard, get_sharding
-
-_BY_VARIABLE, _SCATTERED = "variables", "slices_reducescatter"
-_CHOICES = (_BY_VARIABLE, "slices", _SCATTERED)
+from hvdtrain.sharding.shards import assign_shard
 
 
 class _SlotsOrigin(NamedTuple):
@@ -56,46 +52,31 @@ class _SlotsOrigin(NamedTuple):
 class ShardedState:
     """Shards the state of an optimizer over the ranks of a process set.
 
-    Keras builds the optimizer with this rank's shards of the weights in place of the
-    weights, and updates these shards. The other steps of its `apply` handle full
-    weights: accumulation, clipping and constraints. The methods that convert between
-    the two are replaced on the instance.
+    Keras builds the optimizer with an empty variable in place of each weight that
+    another rank updates. The other steps of its `apply` handle full weights:
+    accumulation, clipping and constraints. The methods that convert between the two are
+    replaced on the instance.
 
     With N ranks, P elements of weights and S slots for each element (Adam 2, with
-    `use_ema` 3), the state of a rank has S * P / N elements instead of S * P.
-    Accumulated gradients are not sharded: P. Elements that a rank sends in a step,
-    through rings:
+    `use_ema` 3), the state of a rank has about S * P / N elements instead of S * P.
+    Accumulated gradients are not sharded: P. In a step, a rank sends about
+    3 * P * (N - 1) / N elements, in an allreduce of gradients and an allgather of
+    weights, instead of 2 * P * (N - 1) / N.
 
-        shard_state              exchange                     elements sent
-        none                     allreduce                    2 * P * (N - 1) / N
-        "variables", "slices"    allreduce, allgather         3 * P * (N - 1) / N
-        "slices_reducescatter"   reducescatter, allgather     2 * P * (N - 1) / N
-
-    - "variables": one rank has all of a variable. The largest are dealt out first, each
-      to the rank with the fewest elements. Bitwise equal to the replicated state, for
-      every optimizer. One rank has at least the slots of the largest variable.
-    - "slices": equal shards of the concatenation of the variables of each group that is
-      reduced together. A rank keeps a copy of its shards, P / N elements. Bitwise
-      equal, for elementwise optimizers. Sparse gradients become dense ones, as with
-      `sparse_as_dense`.
-    - "slices_reducescatter": the same shards. Equal up to the order of sums: Horovod's
-      reducescatter adds in another order than its allreduce (but for two ranks, and in
-      shared memory), and norms that clip are sums over ranks.
+    One rank has all of a variable. The largest are dealt out first, each to the rank
+    with the fewest elements. Bitwise equal to the replicated state, for every
+    optimizer. One rank has at least the slots of the largest variable.
 
     Args:
         optimizer: not a `LossScaleOptimizer`.
-        shard_state: as in `DistributedOptimizer`.
 
     Raises:
-        ValueError: for another value, or an optimizer that cannot be sharded so.
+        ValueError: in an elastic job.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, reducer: GradientReducer, shard_state: bool | str
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
         self._optimizer, self._reducer = optimizer, reducer
-        self._choice = _BY_VARIABLE if shard_state is True else shard_state
-        self._check()
+        _check_fixed_ranks()
         # By `variable_key` of the weight, in the order of the weights.
         self._shards: dict[object, WeightShard] = {}
         self._weight_by_id: dict[int, keras.Variable] = {}
@@ -111,12 +92,6 @@ class ShardedState:
         }
         for name, method in methods.items():
             self._originals[name] = replace(optimizer, name, method, by=ShardedState)
-
-    @property
-    def is_scattered(self) -> bool:
-        """Whether gradients are reduced to this rank's shards of them."""
-        is_sharded = needs_communication(self._reducer.process_set)
-        return is_sharded and self._choice == _SCATTERED
 
     def rebuild(self) -> None:
         """Shard the state of an optimizer that is built, and keep its values.
@@ -168,7 +143,7 @@ class ShardedState:
         slots = weight_copies(self._optimizer)
         for slot, shard in zip(slots, self._shards.values(), strict=True):
             if shard.sharding and shard.size:
-                slot.assign(shard.select_weight())
+                slot.assign(shard.weight)
         self._origin = self._checksum()
 
     def check_start(self, all_ranks: ProcessSet) -> None:
@@ -201,12 +176,8 @@ class ShardedState:
         return compute_checksum(weights)
 
     def reduce(self, gradients: Gradients, weights: list[keras.Variable]) -> Gradients:
-        """Return the combined gradients: with `is_scattered`, this rank's shards only.
-
-        A collective, like the `GradientReducer`.
-        """
-        reduce = self._scatter if self.is_scattered else self._reducer
-        reduced = reduce(gradients, weights)
+        """Return the combined gradients. A collective, like the `GradientReducer`."""
+        reduced = self._reducer(gradients, weights)
         for shard, gradient in zip(self._get_shards(weights), reduced, strict=True):
             # This rank uses no element of the gradient. If it uses none of a bucket,
             # the reduction would be pruned here, and the other ranks would block in it.
@@ -214,77 +185,13 @@ class ShardedState:
                 graph.prevent_pruning(gradient)
         return reduced
 
-    def _scatter(
-        self, gradients: Gradients, weights: list[keras.Variable]
-    ) -> Gradients:
-        shards = self._get_shards(weights)
-        combined = self._reducer.scale_local(gradients, weights)
-        indices = [
-            i
-            for i, shard in enumerate(shards)
-            if gradients[i] is not None and shard.sharding
-        ]
-        # Gradients of the last layers are computed first.
-        for group in reversed(
-            split_into_groups(indices, weights, self._reducer.options.groups)
-        ):
-            reduced = scatter(
-                [shards[i] for i in group],
-                [gradients[i] for i in group],
-                self._reducer.options.reduction,
-                name=f"{self._reducer.name}_shards",
-            )
-            for i, gradient in zip(group, reduced, strict=True):
-                combined[i] = gradient
-        return combined
-
-    def sum_squares(
-        self, squares: list[tf.Tensor], weights: list[keras.Variable]
-    ) -> list[tf.Tensor]:
-        """Return squared norms of full gradients from the norms of this rank's shards.
-
-        For a global norm, the squares of local weights are added up over the ranks as
-        well. But shards of sharded layers are not: `Clipping` adds up their squares.
-        """
-        is_added = [
-            bool(shard.sharding)
-            or bool(self._optimizer.global_clipnorm and not get_sharding(shard.weight))
-            for shard in self._get_shards(weights)
-        ]
-        sums = transport.combine(
-            tf.stack(squares), self._reducer.process_set, name="ShardNorms"
-        )
-        return list(tf.unstack(tf.where(is_added, sums, tf.stack(squares))))
-
     def _get_shards(self, weights: Iterable[keras.Variable]) -> list[WeightShard]:
         return [self._shards[variable_key(weight)] for weight in weights]
-
-    def _check(self) -> None:
-        if self._choice not in _CHOICES:
-            raise ValueError(
-                "shard_state must be False, True or one of "
-                f"{', '.join(map(repr, _CHOICES))}. Received: {self._choice!r}"
-            )
-        is_elementwise = not isinstance(self._optimizer, NOT_ELEMENTWISE)
-        if self._choice != _BY_VARIABLE and not is_elementwise:
-            raise ValueError(
-                f"{type(self._optimizer).__name__} computes the update of an element "
-                f"from its full variable: shard_state={self._choice!r} would change "
-                "it. Use shard_state=True, which shards the state by variable."
-            )
-        if is_elastic():
-            raise ValueError(
-                "shard_state shards the optimizer's state over a fixed number of "
-                "ranks, and the number of ranks of an elastic job changes. Use "
-                "shard_state=False."
-            )
 
     def _build(self, weights: Iterable[keras.Variable]) -> None:
         # The first `apply` may call it inside of a function that is being traced.
         weights = list(weights)
-        shards = shard_weights(
-            weights, self._reducer, is_by_variable=self._choice == _BY_VARIABLE
-        )
+        shards = shard_weights(weights, self._reducer)
         self._shards = {variable_key(shard.weight): shard for shard in shards}
         self._weight_by_id = {id(shard.variable): shard.weight for shard in shards}
         optimizer = self._optimizer
@@ -324,10 +231,10 @@ class ShardedState:
 
     def _apply_weight_decay(self, weights: Iterable[keras.Variable]) -> None:
         # Keras calls it before each update, also without weight decay.
-        shards = [shard for shard in self._get_shards(weights) if shard.size]
-        for shard in shards:
-            shard.refresh()
-        self._originals["_apply_weight_decay"]([shard.variable for shard in shards])
+        shards = self._get_shards(weights)
+        self._originals["_apply_weight_decay"](
+            [shard.variable for shard in shards if shard.size]
+        )
 
     def _update(
         self,
@@ -336,9 +243,6 @@ class ShardedState:
         learning_rate: tf.Tensor,
     ) -> None:
         shards = self._get_shards(weights)
-        if not self.is_scattered:
-            pairs = zip(shards, gradients, strict=True)
-            gradients = [shard.select(g) if shard.size else None for shard, g in pairs]
         indices = [i for i, shard in enumerate(shards) if shard.size]
         # Called even without shards on this rank: Nadam updates a variable of its own.
         self._originals["_backend_update_step"](
@@ -349,14 +253,23 @@ class ShardedState:
         gather(shards, [shard.variable for shard in shards], weights)
 
     def _average(self, weights: Iterable[keras.Variable]) -> None:
-        values = [shard.select_weight() for shard in self._get_shards(weights)]
-        self._originals["_update_model_variables_moving_average"](values)
+        variables = [shard.variable for shard in self._get_shards(weights)]
+        self._originals["_update_model_variables_moving_average"](variables)
 
     def _overwrite(self, weights: list[keras.Variable]) -> None:
         # Like Keras, match the averages to the weights by their order.
         shards = self._get_shards(self._optimizer._trainable_variables)
         averages = self._optimizer._model_variables_moving_average
         gather(shards, averages, weights)
+
+
+def _check_fixed_ranks() -> None:
+    if is_elastic():
+        raise ValueError(
+            "shard_state shards the optimizer's state over a fixed number of "
+            "ranks, and the number of ranks of an elastic job changes. Use "
+            "shard_state=False."
+        )
 
 
 def _check_same_step(starts: list[_SlotsOrigin]) -> None:

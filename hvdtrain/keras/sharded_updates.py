@@ -1,7 +1,6 @@
-"""Which shard of each weight a rank updates, and the exchange of these shards."""
+"""Which weights each rank updates, and the exchange of these weights."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -11,16 +10,12 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.dtypes import as_tensorflow, mark_internal
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
-from hvdtrain.keras.gradients import Gradient, GradientReducer, split_into_groups
+from hvdtrain.keras.gradients import GradientReducer
 from hvdtrain.sharding.shards import Sharding, get_sharding, set_sharding
 
 # By list of slots: the shape of a factor from the shape of its weight. Adafactor keeps
 # means over the last axis and over the one before it.
 _FACTORS = {"_r": lambda shape: shape[:-1], "_c": lambda shape: shape[:-2] + shape[-1:]}
-# A shard starts at a multiple of this within its variable. Eigen computes full vectors
-# and the rest of a tensor by different functions, whose last bits may differ (`pow`):
-# so each element is computed as in the full variable.
-_ALIGNMENT = 16
 
 
 def sizes_by_variable(counts: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
@@ -38,23 +33,8 @@ def sizes_by_variable(counts: Sequence[int], ranks: int) -> list[tuple[int, ...]
     return sizes
 
 
-def sizes_by_shards(counts: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """Return the same for equal shards of the concatenation of all variables."""
-    total = sum(counts)
-    sizes: list[tuple[int, ...]] = []
-    starts = itertools.accumulate(counts, initial=0)
-    for start, count in zip(starts, counts, strict=False):
-        cuts = [_cut(total * rank // ranks - start, count) for rank in range(ranks + 1)]
-        sizes.append(tuple(b - a for a, b in itertools.pairwise(cuts)))
-    return sizes
-
-
-def _cut(offset: int, count: int) -> int:
-    return count if offset >= count else max(0, offset) // _ALIGNMENT * _ALIGNMENT
-
-
 class WeightShard:
-    """The shard of one weight that this rank updates: some, all or no elements.
+    """The shard of one weight that this rank updates: all or no elements.
 
     Args:
         weight: may itself be a shard, of a sharded layer.
@@ -63,7 +43,7 @@ class WeightShard:
 
     Attributes:
         sharding: of its slots, which are flattened; None with `sizes=None`.
-        variable: what Keras updates: the weight itself or a one-dimensional variable.
+        variable: what Keras updates: the weight itself or a variable of no elements.
     """
 
     def __init__(
@@ -78,7 +58,7 @@ class WeightShard:
             self.sharding = Sharding.of_elements(
                 weight.shape, sizes, process_set, within=get_sharding(weight)
             )
-        is_full = sizes is None or max(sizes) == sum(sizes) == self.size
+        is_full = self.size == math.prod(weight.shape)
         self.variable = weight if is_full else self._make_variable()
 
     @property
@@ -87,11 +67,6 @@ class WeightShard:
         if self.sharding is None:
             return math.prod(self.weight.shape)
         return self.sharding.sizes[self.sharding.rank]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether this rank updates all of the weight, in place."""
-        return self.variable is self.weight
 
     def set_slot_sharding(self, slot: keras.Variable, kind: str) -> None:
         """Mark a slot of the weight as a shard, unless it is a scalar.
@@ -117,37 +92,18 @@ class WeightShard:
                 f"variable, or is a scalar. Received: {tuple(slot.shape)} for {shape}."
             )
 
-    def select(self, full: Gradient | keras.Variable) -> Gradient | keras.Variable:
-        """Return this rank's shard of a full tensor, such as the weight's gradient."""
-        return full if self.is_full else self._select_elements(full)
-
-    def select_weight(self) -> tf.Tensor | keras.Variable:
-        """Return this rank's shard of the weight."""
-        return self.select(self.weight) if self.size else self.variable
-
-    def refresh(self) -> None:
-        """Copy the weight's values, which a broadcast may have changed."""
-        if not self.is_full and self.size:
-            self.variable.assign(self._select_elements(self.weight))
-
-    def _select_elements(self, full: Gradient | keras.Variable) -> tf.Tensor:
-        # Sparse gradients become dense ones.
-        flat = tf.reshape(tf.convert_to_tensor(full), [-1])
-        return flat[self.sharding.local_slice] if self.sharding else flat
-
     def _make_variable(self) -> keras.Variable:
         # The optimizer may be built in a function that is being traced: its variables
-        # outlive the trace. A variable of no elements has as many axes as the weight:
-        # Muon and Adafactor select the kind of its slots by them. The scope of the
-        # layer is in the name by which Keras excludes a weight from weight decay.
+        # outlive the trace. The variable has as many axes as the weight: Muon and
+        # Adafactor select the kind of its slots by them. The scope of the layer is in
+        # the name by which Keras excludes a weight from weight decay.
         scope = as_tensorflow(self.weight).name.rpartition("/")[0]
         with tf.init_scope(), tf.name_scope(scope and f"{scope}/"):
-            if self.size:
-                value = self._select_elements(self.weight)
-            else:
-                value = tf.zeros([0] * max(1, len(self.weight.shape)))
             variable = keras.Variable(
-                value, dtype=self.weight.dtype, trainable=False, name=self.weight.name
+                tf.zeros([0] * max(1, len(self.weight.shape))),
+                dtype=self.weight.dtype,
+                trainable=False,
+                name=self.weight.name,
             )
         mark_internal(variable.value)
         # Keras names slots after the path of their variable.
@@ -164,13 +120,12 @@ def _factor_sharding(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
 
 
 def shard_weights(
-    weights: list[keras.Variable], reducer: GradientReducer, *, is_by_variable: bool
+    weights: list[keras.Variable], reducer: GradientReducer
 ) -> list[WeightShard]:
     """Return this rank's shard of each weight. Shards of local weights are full.
 
     Args:
         weights: the same on all ranks, but for local ones.
-        is_by_variable: a rank has all or none of a weight.
     """
     process_set = reducer.process_set
     if not needs_communication(process_set):
@@ -179,22 +134,13 @@ def shard_weights(
     indices = [i for i, weight in enumerate(weights) if not reducer.is_local(weight)]
     # Shards of a sharded layer differ in size along the axis model, along which other
     # weights are replicated: the sizes of their shards must not depend on the former.
-    kinds = [
+    groups = [
         [i for i in indices if bool(get_sharding(weights[i])) == is_sharded]
         for is_sharded in (False, True)
     ]
-    # Groups are reduced one by one: each rank must have a shard of each group.
-    groups = kinds
-    if not is_by_variable:
-        groups = [
-            group
-            for kind in kinds
-            for group in split_into_groups(kind, weights, reducer.options.groups)
-        ]
-    compute_sizes = sizes_by_variable if is_by_variable else sizes_by_shards
     sizes: list[tuple[int, ...] | None] = [None] * len(weights)
     for group in groups:
-        group_sizes = compute_sizes([counts[i] for i in group], process_set.size())
+        group_sizes = sizes_by_variable([counts[i] for i in group], process_set.size())
         for i, sizes_by_rank in zip(group, group_sizes, strict=True):
             sizes[i] = sizes_by_rank
     pairs = zip(weights, sizes, strict=True)
@@ -228,27 +174,3 @@ def gather(
     for value, (_, _, target) in zip(full, sharded, strict=True):
         if value is not None:
             target.assign(value)
-
-
-def scatter(
-    shards: list[WeightShard],
-    gradients: list[Gradient],
-    reduction: transport.Reduction,
-    *,
-    name: str,
-) -> list[tf.Tensor]:
-    """Reduce gradients to this rank's shard of each. A collective.
-
-    Each of `shards` has a sharding, over the ranks of `reduction`.
-    """
-    reduced = transport.reduce_to_shards(
-        # Sparse gradients become dense ones.
-        list(map(tf.convert_to_tensor, gradients)),
-        [shard.sharding.sizes for shard in shards if shard.sharding],
-        reduction,
-        name=name,
-    )
-    return [
-        tf.reshape(gradient, shard.variable.shape)
-        for gradient, shard in zip(reduced, shards, strict=True)
-    ]

@@ -14,6 +14,7 @@ the gradient. The call of a layer may compute with the block alone.
 
 import contextlib
 import contextvars
+import itertools
 import math
 import warnings
 from collections import ChainMap
@@ -30,9 +31,12 @@ from hvdtrain.collectives.dtypes import local_shard, mark_internal, set_local_sh
 from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras import sharded_saving
-from hvdtrain.keras.sharded_updates import sizes_by_shards
 from hvdtrain.sharding.shards import Sharding, set_sharding
 
+# A shard starts at a multiple of this within its weight. Eigen computes full vectors
+# and the rest of a tensor by different functions, whose last bits may differ (`pow`):
+# so each element is computed as in the full weight.
+_ALIGNMENT = 16
 # Full values by the identity of the variable, of the blocks `reading` that are open.
 _values: contextvars.ContextVar[tuple[dict[int, tf.Tensor], ...]] = (
     contextvars.ContextVar("values", default=())
@@ -119,10 +123,16 @@ def flat_sharding(
         process_set: ranks with different samples, which share its elements.
         within: the sharding of the weight of which it is a block.
     """
-    (sizes,) = sizes_by_shards([math.prod(shape)], process_set.size())
+    sizes = flat_sizes(math.prod(shape), process_set.size())
     return Sharding.of_elements(
         shape, sizes, process_set, within=within, sums_gradients=True
     )
+
+
+def flat_sizes(count: int, ranks: int) -> tuple[int, ...]:
+    """Return the elements of a weight of `count` elements that each rank has."""
+    cuts = [count * rank // ranks // _ALIGNMENT * _ALIGNMENT for rank in range(ranks)]
+    return tuple(end - start for start, end in itertools.pairwise([*cuts, count]))
 
 
 def shard_variable(

@@ -10,7 +10,7 @@ from hvdtrain.sharding.shards import get_sharding, is_replicated, is_sharded
 
 # The update of an element depends on other elements of its variable: on a shard, these
 # optimizers would compute other updates than on the full variable.
-NOT_ELEMENTWISE = (
+_NOT_ELEMENTWISE = (
     keras.optimizers.Adafactor,
     keras.optimizers.Lamb,
     keras.optimizers.Muon,
@@ -21,7 +21,7 @@ def check_elementwise(
     optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]
 ) -> None:
     """Raise a ValueError for a sharded variable with an optimizer not elementwise."""
-    if is_sharded(variables) and isinstance(optimizer, NOT_ELEMENTWISE):
+    if is_sharded(variables) and isinstance(optimizer, _NOT_ELEMENTWISE):
         raise ValueError(
             f"{type(optimizer).__name__} computes the update of an element from all "
             "elements of its variable, of which each rank has a shard. Use an "

@@ -172,14 +172,11 @@ OPTIONS = {
     "loss scale, graph": Case(zoo.dense, "loss scale", **GRAPH),
     "ema, graph": Case(zoo.tied, "ema overwriting", **GRAPH),
     "multi, graph": Case(zoo.dense, "multi", **GRAPH),
-    "sharded state": Case(zoo.dense, reduce={"shard_state": "slices"}),
+    "sharded state": Case(zoo.dense, reduce={"shard_state": True}),
     "sharded state, graph": Case(
-        zoo.dense, "global clipnorm", reduce={"shard_state": "slices"}, **GRAPH
+        zoo.dense, "global clipnorm", reduce={"shard_state": True}, **GRAPH
     ),
-    "state by variable": Case(
-        zoo.dense, "clipnorm", reduce={"shard_state": "variables"}
-    ),
-    "sharded state, ema": Case(zoo.tied, "ema", reduce={"shard_state": "slices"}),
+    "sharded state, ema": Case(zoo.tied, "ema", reduce={"shard_state": True}),
     "num_groups": Case(zoo.dense, reduce={"num_groups": 2}),
     "predivided": Case(zoo.dense, "sgd", reduce={"gradient_predivide_factor": 3.0}),
     "sparse as dense": Case(zoo.embedding, reduce={"sparse_as_dense": True}),
@@ -205,7 +202,7 @@ RELEASE = {
     *("regularized, global clipnorm", "tied, clipnorm", "subclassed, accumulation"),
     *("adagrad", "adadelta", "adamax", "ftrl", "rmsprop", "sgd decay", "multi"),
     *("accumulation", "loss scale", "ema", "sgd global clipnorm", "sharded state"),
-    *("state by variable", "sparse as dense", "num_groups", "predivided"),
+    *("sparse as dense", "num_groups", "predivided"),
     *("attention, dropout", "convolution", "layer norm", "masked", "masked average"),
     *("frozen batch norm", "distributed over time, graph", "nested", "shared, graph"),
     *("with loss", "constrained", "nests", "clipvalue", "lion", "nadam", "clipnorm"),

@@ -148,8 +148,8 @@ def test_wide(world, monkeypatch):
     assert sum(slots) == 4 * whole
     sent = {name: kinds[name]["sent_bytes_by_rank"] for name in kinds}
     assert sent["replicated"] == [4 * whole] * SIZE
-    # A reducescatter of the gradients, and an allgather of this rank's weights.
-    assert sent["state"] == [2 * whole + each for each in slots]
+    # An allreduce of the gradients, and an allgather of this rank's weights.
+    assert sent["state"] == [4 * whole + each for each in slots]
     # Two gathers of this rank's shards, or one, and a reducescatter of the kernels.
     shards = [each - small for each in kinds["full"]["weight_bytes_by_rank"]]
     assert sent["full"] == [2 * each + kernels // 2 + small for each in shards]

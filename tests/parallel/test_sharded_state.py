@@ -64,16 +64,8 @@ OTHERS = {
     "muon": lambda: optimizers.Muon(0.01, weight_decay=0.1),
 }
 ALL = ELEMENTWISE | OTHERS
-EXACT = [
-    *((name, "variables") for name in ALL),
-    *((name, "slices") for name in ELEMENTWISE),
-]
-# Whole variables and slices, with and without what a step changes beside the slots.
-SOME = [
-    ("adafactor", "variables"),
-    ("adam, accumulation", "slices"),
-    ("nadam, moving average", "slices"),
-]
+# With and without what a step changes beside the slots.
+SOME = ["adafactor", "adam, accumulation", "nadam, moving average"]
 
 
 def draw(shapes, *seed, scale=1.0):
@@ -145,29 +137,26 @@ def test_the_same_weights_are_excluded_from_weight_decay(is_by_name):
     assert np.any(expected[0] != undecayed[0])
     if not is_by_name:
         assert_equal(expected[2:3], undecayed[2:3], "excluded weight")
-    for shard_state in ("variables", "slices"):
-        assert_equal(decay(shard_state), expected, shard_state)
+    assert_equal(decay(True), expected, "decayed weight")
 
 
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param(SOME, marks=[pytest.mark.ranks, pytest.mark.four_ranks]),
-        pytest.param(EXACT, marks=pytest.mark.long),
+        pytest.param(list(ALL), marks=pytest.mark.long),
     ],
     ids=["some", "all"],
 )
 def test_sharded_state_is_updated_bitwise_like_replicated_state(cases):
-    expected = {}
-    for name, shard_state in cases:
-        expected[name] = expected.get(name) or train(ALL[name])
-        weights, replicated = expected[name]
-        found, optimizer = train(ALL[name], shard_state=shard_state)
-        assert_equal(found, weights, f"{name} {shard_state}")
-        if (name, shard_state) in SOME:
+    for name in cases:
+        weights, replicated = train(ALL[name])
+        found, optimizer = train(ALL[name], shard_state=True)
+        assert_equal(found, weights, name)
+        if name in SOME:
             slots, others = slots_of(optimizer), slots_of(replicated)
             if RANK == 0:
-                assert_equal(slots, others, f"{name} {shard_state}")
+                assert_equal(slots, others, name)
 
 
 CLIPPED = {
@@ -189,10 +178,10 @@ def spoil(gradients, step):
     "clipping",
     ["clipnorm", "clipvalue", pytest.param("global_clipnorm", marks=pytest.mark.ranks)],
 )
-def test_scattered_gradients(clipping):
+def test_clipped_gradients_of_sharded_state(clipping):
     weights, _ = train(CLIPPED[clipping], spoil=spoil)
-    found, _ = train(CLIPPED[clipping], spoil=spoil, shard_state="slices_reducescatter")
-    assert_equal(found, weights, clipping, rtol=1e-5, atol=1e-6)
+    found, _ = train(CLIPPED[clipping], spoil=spoil, shard_state=True)
+    assert_equal(found, weights, clipping)
 
 
 def fitted(shard_state):
@@ -221,20 +210,19 @@ def fitted(shard_state):
 
 @pytest.mark.long
 def test_fit_saves_the_full_state(tmp_path):
-    tolerance = {"rtol": 1e-5} if transport.reduction_path() == "Horovod" else {}
     expected = fitted(False)
-    model = fitted("slices_reducescatter")
+    model = fitted(True)
     assert float(model.optimizer.dynamic_scale) == 2.0**15
-    assert_equal(model.get_weights(), expected.get_weights(), "fit", **tolerance)
+    assert_equal(model.get_weights(), expected.get_weights(), "fit")
     path = hvd.broadcast_object(str(tmp_path / "model.keras"), name="path")
     model.save(path)
     hvd.allgather_object(None, name="saved")
-    # Another division, and another number of ranks: one.
+    # On as many ranks, and on another number: one.
     loaded = hvd.load_model(path, shard_state=True)
     plain = keras.models.load_model(path)
     expected = [v.numpy() for v in slots_held(expected.optimizer)]
     found = [v.numpy() for v in slots_held(plain.optimizer)]
-    assert_equal(found, expected, "plain", **tolerance)
+    assert_equal(found, expected, "plain")
     assert get_sharding(loaded.optimizer.variables[-1])
     slots = slots_of(loaded.optimizer)
     if RANK == 0:
@@ -268,23 +256,16 @@ def one_layer(use_bias):
 @pytest.mark.ranks
 @pytest.mark.four_ranks
 @pytest.mark.parametrize(
-    ("make", "make_optimizer", "shard_state"),
+    ("make", "make_optimizer"),
     [
         pytest.param(
-            *(lambda: words(40, 8, 3), lambda: optimizers.SGD(0.1), True),
+            *(lambda: words(40, 8, 3), lambda: optimizers.SGD(0.1)),
             marks=pytest.mark.long,
         ),
-        (lambda: words(5, 4, 99), lambda: optimizers.Adam(0.1), "slices"),
-        (lambda: one_layer(SIZE > 2), lambda: optimizers.Adam(0.1), True),
-        pytest.param(
-            lambda: one_layer(False),
-            lambda: optimizers.SGD(0.1),
-            "slices_reducescatter",
-            marks=pytest.mark.long,
-        ),
+        (lambda: one_layer(SIZE > 2), lambda: optimizers.Adam(0.1)),
     ],
 )
-def test_fit_where_a_rank_has_no_part_of_a_bucket(make, make_optimizer, shard_state):
+def test_fit_where_a_rank_has_no_part_of_a_bucket(make, make_optimizer):
     inputs = np.random.default_rng(0).integers(0, 5, (8 * SIZE, 3))
     labels = inputs.sum(axis=1) % 3
 
@@ -296,8 +277,7 @@ def test_fit_where_a_rank_has_no_part_of_a_bucket(make, make_optimizer, shard_st
         oracle.fit_shard(model, inputs, labels)
         return model.get_weights()
 
-    tolerance = {"rtol": 1e-5} if shard_state == "slices_reducescatter" else {}
-    assert_equal(fitted(shard_state), fitted(False), shard_state, **tolerance)
+    assert_equal(fitted(True), fitted(False), "fit")
 
 
 @pytest.mark.ranks
@@ -358,12 +338,11 @@ def test_state_of_a_sharded_model():
         return [mesh.model.index] if get_sharding(weight) else []
 
     expected, replicated = run()
-    for shard_state in (True, "slices", "slices_reducescatter"):
-        found, optimizer = run(shard_state=shard_state)
-        assert_equal(found, expected, shard_state, rtol=1e-5)
-        slots, others = slots_of(optimizer), slots_of(replicated)
-        if RANK == 0:
-            assert_equal(slots, others, shard_state, rtol=1e-5)
+    found, optimizer = run(shard_state=True)
+    assert_equal(found, expected, "weights", rtol=1e-5)
+    slots, others = slots_of(optimizer), slots_of(replicated)
+    if RANK == 0:
+        assert_equal(slots, others, "slots", rtol=1e-5)
     mesh.remove()
 
 
@@ -393,13 +372,8 @@ class TestSlotsThatStartAsCopiesOfTheWeights:
         oracle.fit_shard(model, *oracle.samples(4), callbacks=callbacks)
         return model.get_weights()
 
-    @pytest.mark.parametrize(
-        "shard_state", [True, pytest.param("slices", marks=pytest.mark.long)]
-    )
-    def test_they_are_copies_of_those_of_rank_0(self, shard_state):
-        expected = self.fit(False)
-        found = self.fit(shard_state)
-        assert_equal(found, expected, shard_state, rtol=1e-5)
+    def test_they_are_copies_of_those_of_rank_0(self):
+        assert_equal(self.fit(True), self.fit(False), "weights", rtol=1e-5)
 
     def test_they_may_be_copies_of_older_weights(self):
         def prepare(model):
@@ -437,13 +411,13 @@ def test_slots_that_equal_a_bias_are_no_copies_of_the_weights():
         oracle.fit_shard(model, *oracle.samples(4), callbacks=callbacks)
         return model.get_weights()
 
-    assert_equal(fit("slices"), fit(False), "slices")
+    assert_equal(fit(True), fit(False), "weights")
 
 
 def check_a_state_that_rank_0_alone_has_loaded(mesh=None):
     model = oracle.build_model()
     optimizer = hvd.DistributedOptimizer(
-        optimizers.Adam(0.01), shard_state="slices", mesh=mesh
+        optimizers.Adam(0.01), shard_state=True, mesh=mesh
     )
     optimizer.build(model.trainable_variables)
     optimizer.iterations.assign(5 if RANK == 0 else 0)
@@ -485,15 +459,14 @@ def test_fit_of_a_sharded_model():
         return model.get_weights()
 
     expected = fitted(False)
-    for shard_state in (True, "slices"):
-        assert_equal(fitted(shard_state), expected, shard_state)
+    assert_equal(fitted(True), expected, "weights")
     mesh.remove()
 
 
-@pytest.mark.parametrize("division", [False, "variables", "slices_reducescatter"])
-def test_gradients_are_weighted_before_they_are_reduced(division):
+@pytest.mark.parametrize("shard_state", [False, True])
+def test_gradients_are_weighted_before_they_are_reduced(shard_state):
     weight = keras.Variable(np.zeros(40, "float32"))
-    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), shard_state=division)
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), shard_state=shard_state)
     optimizer.reduction_hook.weigh_gradients(1.0 + RANK)
     optimizer.apply([tf.fill([40], 2.0)], [weight])
     expected = -2.0 * np.mean(np.arange(SIZE) + 1.0)

@@ -48,17 +48,12 @@ def multi_optimizer(kernels):
         ({"groups": 0}, "positive number of groups"),
         ({"groups": "all"}, "positive number of groups"),
         ({"backward_passes_per_step": 0}, "positive integer"),
-        ({"shard_state": "layers"}, "one of 'variables', 'slices'"),
+        ({"shard_state": "slices"}, r"True or False.* parallel\.fully_shard"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         hvd.DistributedOptimizer(sgd(), **arguments)
-
-
-def test_state_of_lamb_is_not_sharded_by_element():
-    with pytest.raises(ValueError, match="Use shard_state=True"):
-        hvd.DistributedOptimizer(keras.optimizers.Lamb(), shard_state="slices")
 
 
 def test_ranks_of_an_elastic_job_do_not_shard_state(monkeypatch):

@@ -1,6 +1,7 @@
 """Which elements of each variable a rank updates, by hand."""
 
-from hvdtrain.keras.sharded_updates import sizes_by_shards, sizes_by_variable
+from hvdtrain.keras.sharded_updates import sizes_by_variable
+from hvdtrain.parallel.gathering import flat_sizes
 
 
 def test_the_largest_variables_are_dealt_out_first():
@@ -10,8 +11,7 @@ def test_the_largest_variables_are_dealt_out_first():
     assert sizes_by_variable([7], ranks=3) == [(7, 0, 0)]
 
 
-def test_slices_are_cut_at_multiples_of_16_within_a_variable():
-    # Cuts at 100 and 200 of 300: after the first, and at 100 of the second, so at 96.
-    assert sizes_by_shards([100, 200], ranks=3) == [(100, 0, 0), (0, 96, 104)]
-    assert sizes_by_shards([5, 1, 10], ranks=2) == [(5, 0), (1, 0), (0, 10)]
-    assert sizes_by_shards([64], ranks=2) == [(32, 32)]
+def test_flat_shards_start_at_multiples_of_16():
+    assert flat_sizes(300, ranks=3) == (96, 96, 108)
+    assert flat_sizes(10, ranks=2) == (0, 10)
+    assert flat_sizes(64, ranks=2) == (32, 32)
