@@ -30,6 +30,10 @@ from hvdtrain.parallel.layer import (
 from hvdtrain.parallel.mesh import Axes, Axis, Mesh
 from hvdtrain.sharding.shards import Shape, Sharding
 
+# Labels of the axes before the projected ones. With an ellipsis in their place,
+# TensorFlow computes the gradient of a kernel by position, and adds up the products.
+_BATCH_LABELS = "opqrstuvwxyz"
+
 
 class ShardedHeads(InModelGroup):
     """Mixin of an attention layer of Keras with sharded projections."""
@@ -64,9 +68,10 @@ class ShardedHeads(InModelGroup):
         sharding = self.make_sharding(len(shape) - 1, heads)
         if regularizer := options["activity_regularizer"]:
             options["activity_regularizer"] = SumRegularizer(regularizer, sharding)
+        batch = _BATCH_LABELS[: len(shape) - 1]
         projection = _ToHeads(
-            "...d,dnh->...nh",
-            output_shape=(heads, width),
+            f"{batch}d,dnh->{batch}nh",
+            output_shape=(*[None] * (len(shape) - 2), heads, width),
             bias_axes="nh" if use_bias else None,
             activation=activation,
             name=name,
@@ -79,10 +84,10 @@ class ShardedHeads(InModelGroup):
     def _build_output_projection(
         self, shape: Shape, outputs: Shape, use_bias: bool
     ) -> "_FromHeads":
-        axes = "abcdefgijklm"[: len(outputs)]
+        axes, batch = "abcdefgijklm"[: len(outputs)], _BATCH_LABELS[: len(shape) - 2]
         projection = _FromHeads(
-            f"...nh,nh{axes}->...{axes}",
-            output_shape=outputs,
+            f"{batch}nh,nh{axes}->{batch}{axes}",
+            output_shape=(*[None] * (len(shape) - 3), *outputs),
             bias_axes=axes if use_bias else None,
             name="attention_output",
             model_axis=self._model_axis,

@@ -122,6 +122,24 @@ def run(layer, inputs, call):
     return [loss, *outputs, *by_inputs], by_weights
 
 
+def test_gradients_of_projections_are_products_over_all_positions(meshes):
+    with meshes[0]:
+        layer = parallel.ParallelMultiHeadAttention(2 * SIZE, 8)
+    x = normal(4, 8, 32)
+    layer(x, x)
+
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(x, x))
+        return tape.gradient(loss, [weight.value for weight in layer.weights])
+
+    graph = gradients.get_concrete_function(x).graph
+    shapes = [tensor.shape for op in graph.get_operations() for tensor in op.outputs]
+    # A kernel has 32 inputs, 2 heads and 8 columns on a rank.
+    assert max(shape.num_elements() or 0 for shape in shapes) < 4 * 8 * (32 * 2 * 8)
+
+
 def test_grouped_attention_computes_what_its_dense_twin_does(meshes):
     arguments = {"dropout": 0.4, "kernel_regularizer": L2, **GATE}
     mask = RNG.random((BATCH, 3 * SIZE, QUERIES, QUERIES)) < 0.6
