@@ -42,7 +42,7 @@ def as_a_terminal(job):
             *("mpirun", to_rank_1, "SIGUSR1 on rank 1"), marks=pytest.mark.long
         ),
         pytest.param(
-            *("gloo", as_a_terminal, "SIGTERM on rank "), marks=pytest.mark.long
+            *("gloo", as_a_terminal, "SIGTERM on rank "), marks=pytest.mark.release
         ),
     ],
 )

@@ -25,11 +25,8 @@ def can_link(kind):
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "kind",
-    ["thread", pytest.param("address", marks=pytest.mark.release)],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("kind", ["thread", "address"])
 def test_collectives_have_no_races_and_stay_within_their_memory(kind):
     if not can_link(kind):
         pytest.skip(f"needs a C++ compiler with -fsanitize={kind}")

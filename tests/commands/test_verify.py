@@ -13,8 +13,8 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 VERIFY = [sys.executable, "-m", "hvdtrain.verify", "-np", "2"]
 
 # One of these scripts is in the README's command, two are long tests, which have no
-# forks, and the others are in the tiers verify and release. Other ways to write them are
-# in the tier release.
+# forks, and the others are in the tiers verify and release. Other ways to write them
+# are in the tier release.
 SHORT = {"no broadcast"}
 LONG = {"fit", "loop"}
 RELEASE = {
