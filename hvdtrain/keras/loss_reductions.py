@@ -24,7 +24,7 @@ import keras
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras.metrics import set_aggregation
+from hvdtrain.keras.metrics import joined_samples, set_aggregation
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import find_optimizers
@@ -80,6 +80,18 @@ def find_mismatch(losses: Iterable[WeightedLoss], reduction: Reduction) -> str:
     return ""
 
 
+def find_batch_losses(losses: Iterable[WeightedLoss]) -> list[str]:
+    """Return the texts of warnings about losses of several samples."""
+    return [
+        f"The loss {_name(loss)} is computed of the samples of a batch ({joined}), by "
+        "each rank from its own batch: the mean over ranks is not the loss of one "
+        "process. Compute it of each sample, such as Dice(axis=(1, 2, 3)), or of "
+        "hvd.allgather(y_true) and hvd.allgather(y_pred)."
+        for loss, weight in losses
+        if weight != 0 and (joined := joined_samples(loss))
+    ]
+
+
 def _name(loss: Any) -> str:
     return getattr(loss, "name", None) or getattr(loss, "__name__", None) or str(loss)
 
@@ -98,8 +110,9 @@ def check_computed_losses() -> None:
     """Make `compute_loss` check the losses of models with a distributed optimizer.
 
     It raises an error for regularizers, whose losses op=Sum would multiply, and warns
-    once of losses with a `reduction` that the optimizer's `op` does not fit. The method
-    of the class is replaced: an optimizer has no reference to its model.
+    once of losses of several samples, and of a `reduction` that the optimizer's `op`
+    does not fit. The method of the class is replaced: an optimizer has no reference to
+    its model.
     """
     compute_loss = keras.Model.compute_loss
 
@@ -140,9 +153,10 @@ def _warn_of_mismatch(
     losses: Sequence[WeightedLoss], reductions: Iterable[Reduction]
 ) -> None:
     for reduction in reductions:
-        text = find_mismatch(losses, reduction)
-        if text and reduction.process_set.rank() == 0:
-            _warn(text)
+        texts = [find_mismatch(losses, reduction), *find_batch_losses(losses)]
+        if reduction.process_set.rank() == 0:
+            for text in filter(None, texts):
+                _warn(text)
 
 
 def _log_sums(model: keras.Model, losses: Sequence[WeightedLoss]) -> None:

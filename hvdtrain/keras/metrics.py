@@ -184,24 +184,27 @@ def warn_of_states(metrics: Sequence[keras.Metric]) -> None:
                     "metrics.set_aggregation(variable, 'max'), or 'sum', or keep sums "
                     "in attributes that are keras.metrics.Sum or Mean."
                 )
-        if (axis := _axis_of_samples(metric)) is not None:
+        if joined := joined_samples(metric):
             _warn(
-                f"The metric {kind} is computed of the samples of a batch ({axis}), "
+                f"The metric {kind} is computed of the samples of a batch ({joined}), "
                 "by each rank from its own batch: the result is a mean over ranks, and "
                 "not the result of one process. Compute it of hvd.allgather(y_true) "
                 "and hvd.allgather(y_pred), or of the predictions for all samples."
             )
 
 
-def _axis_of_samples(metric: keras.Metric) -> str | None:
-    """Return the axes of a metric that is a function of several samples, or None."""
-    if not isinstance(metric, keras.metrics.MeanMetricWrapper):
-        return None
+def joined_samples(function: keras.Metric | keras.losses.Loss) -> str:
+    """Return what a metric or loss of Keras computes of several samples, or ""."""
+    options = getattr(function, "_fn_kwargs", None)
+    if not isinstance(options, dict):
+        return ""
+    inner = getattr(function, "_fn", getattr(function, "fn", None))
+    if inner is keras.losses.circle:
+        return "their pairs"
     of_batches = (keras.losses.dice, keras.losses.tversky)
-    default = None if metric._fn in of_batches else -1
-    axis = metric._fn_kwargs.get("axis", default)
+    axis = options.get("axis", None if inner in of_batches else -1)
     axes = axis if isinstance(axis, list | tuple) else [axis]
-    return f"axis={axis}" if None in axes or 0 in axes else None
+    return f"axis={axis}" if None in axes or 0 in axes else ""
 
 
 def reduce_states(

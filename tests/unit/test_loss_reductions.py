@@ -7,7 +7,7 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.transport import Reduction
-from hvdtrain.keras.loss_reductions import find_mismatch
+from hvdtrain.keras.loss_reductions import find_batch_losses, find_mismatch
 
 TWO_RANKS = SimpleNamespace(size=lambda: 2)
 NEEDS_MEAN = (
@@ -49,5 +49,24 @@ def mse(reduction):
 def test_the_loss_that_op_does_not_fit(loss, weight, op, expected):
     reduction = Reduction(op=op, process_set=TWO_RANKS)
     text = find_mismatch([("mse", 0.0), (loss, weight)], reduction)
+    assert expected in text
+    assert bool(text) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "expected"),
+    [
+        (keras.losses.Dice(), None, "The loss dice is computed of the samples"),
+        (keras.losses.Dice(axis=(1, 2, 3)), None, ""),
+        (keras.losses.Tversky(axis=(0, 1)), 1.0, "(axis=(0, 1))"),
+        (keras.losses.Tversky(), 0.0, ""),
+        (keras.losses.Circle(), 2.0, "(their pairs)"),
+        (keras.losses.CosineSimilarity(axis=0), None, "(axis=0)"),
+        (keras.losses.CosineSimilarity(), None, ""),
+        (keras.losses.get("mse"), None, ""),
+    ],
+)
+def test_losses_of_several_samples(loss, weight, expected):
+    text = "".join(find_batch_losses([("mse", None), (loss, weight)]))
     assert expected in text
     assert bool(text) == bool(expected)
