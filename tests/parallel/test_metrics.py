@@ -1,10 +1,10 @@
 """Metrics of all ranks are those of one process that sees every sample."""
 
-import inspect
 import itertools
 import warnings
 
 import keras
+import matrix
 import numpy as np
 import oracle
 import pytest
@@ -34,128 +34,11 @@ def test_auc_is_not_the_mean_of_the_ranks():
     assert reduce_metrics([metric]) == {"auc": pytest.approx(0.78, abs=1e-6)}
 
 
-def binary(rng, count):
-    scores = rng.uniform(0.05, 0.95, (count, 1)).astype("float32")
-    return rng.integers(0, 2, (count, 1)).astype("float32"), scores
-
-
-def one_hot(rng, count):
-    scores = rng.uniform(size=(count, 4)).astype("float32")
-    scores /= scores.sum(axis=1, keepdims=True)
-    return np.eye(4, dtype="float32")[rng.integers(0, 4, count)], scores
-
-
-def sparse(rng, count):
-    labels, scores = one_hot(rng, count)
-    return labels.argmax(axis=1), scores
-
-
-def classes(rng, count):
-    return rng.integers(0, 4, count), rng.integers(0, 4, count)
-
-
-def regression(rng, count):
-    truth = rng.uniform(1, 2, (count, 3)).astype("float32")
-    return truth, truth + rng.normal(0, 0.3, (count, 3)).astype("float32")
-
-
-def values(rng, count):
-    return rng.normal(size=count).astype("float32"), rng.uniform(0.5, 2, count)
-
-
-METRICS = {
-    binary: {
-        "AUC": {},
-        "Precision": {},
-        "Recall": {"thresholds": [0.3, 0.6]},
-        "TruePositives": {},
-        "TrueNegatives": {},
-        "FalsePositives": {},
-        "FalseNegatives": {},
-        "BinaryAccuracy": {},
-        "BinaryIoU": {"target_class_ids": [1]},
-        "BinaryCrossentropy": {},
-        "Hinge": {},
-        "SquaredHinge": {},
-        "PrecisionAtRecall": {"recall": 0.5},
-        "RecallAtPrecision": {"precision": 0.5},
-        "SensitivityAtSpecificity": {"specificity": 0.5},
-        "SpecificityAtSensitivity": {"sensitivity": 0.5},
-    },
-    one_hot: {
-        "AUC": {"multi_label": True, "num_labels": 4},
-        "CategoricalAccuracy": {},
-        "CategoricalCrossentropy": {},
-        "CategoricalHinge": {},
-        "F1Score": {"average": None},
-        "FBetaScore": {"average": "macro", "beta": 2.0},
-        "KLDivergence": {},
-        "OneHotIoU": {"num_classes": 4, "target_class_ids": [0, 2]},
-        "OneHotMeanIoU": {"num_classes": 4},
-        "TopKCategoricalAccuracy": {"k": 2},
-    },
-    sparse: {
-        "SparseCategoricalAccuracy": {},
-        "SparseCategoricalCrossentropy": {},
-        "SparseTopKCategoricalAccuracy": {"k": 2},
-    },
-    classes: {
-        "Accuracy": {},
-        "IoU": {"num_classes": 4, "target_class_ids": [0, 2]},
-        "MeanIoU": {"num_classes": 4},
-    },
-    regression: {
-        "ConcordanceCorrelation": {},
-        "CosineSimilarity": {},
-        "LogCoshError": {},
-        "MeanAbsoluteError": {},
-        "MeanAbsolutePercentageError": {},
-        "MeanMetricWrapper": {"fn": keras.losses.mean_squared_error},
-        "MeanSquaredError": {},
-        "MeanSquaredLogarithmicError": {},
-        "PearsonCorrelation": {},
-        "Poisson": {},
-        "R2Score": {},
-        "RootMeanSquaredError": {},
-    },
-    # The second array are the weights of the first.
-    values: {"Mean": {}, "Sum": {}},
-}
-CASES = [
-    pytest.param(data, name, config, id=f"{data.__name__}-{name}")
-    for data, metrics in METRICS.items()
-    for name, config in metrics.items()
-]
-
-
 def unequal_shards(count):
     """Slices for the ranks: sizes in the proportion 1 : 2 : 3 ..."""
     ends = np.cumsum(np.arange(hvd.size() + 1)) * count
     ends //= ends[-1] // count
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
-
-
-def test_the_cases_are_all_metrics_of_keras():
-    classes = inspect.getmembers(keras.metrics, inspect.isclass)
-    assert {name for metrics in METRICS.values() for name in metrics} == {
-        name for name, _ in classes if name != "Metric"
-    }
-
-
-@pytest.mark.parametrize(("data", "name", "config"), CASES)
-def test_unequal_shards_give_what_one_process_computes(data, name, config):
-    truth, predicted = data(np.random.default_rng(3), 60)
-    single = getattr(keras.metrics, name)(**config)
-    single.update_state(truth, predicted)
-
-    mine = unequal_shards(60)[hvd.rank()]
-    metric = getattr(keras.metrics, name)(**config)
-    metric.update_state(truth[mine], predicted[mine])
-    local = np.asarray(metric.result())
-    (value,) = reduce_metrics([metric]).values()
-    expected = np.asarray(single.result())
-    np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-5)
-    np.testing.assert_array_equal(np.asarray(metric.result()), local)
 
 
 class Aggregations(keras.metrics.Metric):
@@ -253,7 +136,7 @@ def test_a_warning_that_is_an_error_blocks_no_rank():
 def test_a_rank_without_a_batch_is_an_error_on_every_rank():
     metric = keras.metrics.F1Score()
     if hvd.rank() != 1:
-        metric.update_state(*one_hot(np.random.default_rng(0), 8))
+        metric.update_state(*matrix.one_hot(np.random.default_rng(0), 8))
     with pytest.raises(ValueError, match="at least one batch to every rank"):
         reduce_metrics([metric])
 

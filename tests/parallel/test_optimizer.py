@@ -21,12 +21,7 @@ PACKAGE = str(pathlib.Path(transport.__file__).parents[2])
 OPTIMIZERS = {
     "sgd": lambda **args: keras.optimizers.SGD(0.1, **args),
     "momentum": lambda **args: keras.optimizers.SGD(0.1, momentum=0.9, **args),
-    "nesterov": lambda **args: keras.optimizers.SGD(
-        0.1, momentum=0.9, nesterov=True, **args
-    ),
     "adam": lambda **args: keras.optimizers.Adam(0.01, **args),
-    "adamw": lambda **args: keras.optimizers.AdamW(0.01, **args),
-    "rmsprop": lambda **args: keras.optimizers.RMSprop(0.01, **args),
 }
 # Thresholds far below the norms of the gradients: every step is clipped.
 FEATURES = {
@@ -95,24 +90,15 @@ def check_against_big_batch(model, optimizer, feature="plain", tolerance=TOLERAN
     oracle.assert_bitwise_equal_over_ranks(weights)
 
 
-# Every feature with one optimizer, and the other optimizers with one feature: the
-# reduction comes before the optimizer's step, which is Keras' own. Of the others the
-# README's command has the one whose step is the least like that of momentum.
+# Every feature with one optimizer, and the optimizer whose step is the least like it
+# with one: the reduction comes before the optimizer's step, which is Keras' own. The
+# others are in test_matrix.py.
 FIT = [
     *(
         pytest.param("momentum", feature, marks=MARKS.get(feature, ()))
         for feature in FEATURES
     ),
     ("adam", "accumulation_and_clipping"),
-    *(
-        pytest.param(*case, marks=pytest.mark.long)
-        for case in [
-            ("sgd", "plain"),
-            ("nesterov", "clipnorm"),
-            ("adamw", "weight_decay"),
-            ("rmsprop", "ema"),
-        ]
-    ),
 ]
 
 
