@@ -309,6 +309,12 @@ def compare_updates(optimizers):
         assert are_close(found, expected), name
 
 
+def test_a_missing_reduction_is_seen(monkeypatch):
+    monkeypatch.setattr(hvd, "DistributedOptimizer", lambda optimizer: optimizer)
+    with pytest.raises(AssertionError, match="differs from rank"):
+        compare_updates({"SGD": lambda: keras.optimizers.SGD(0.1)})
+
+
 @of_section("optimizers")
 def test_optimizers(rows):
     rows = installed(keras.optimizers, rows)
