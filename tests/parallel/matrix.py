@@ -2,12 +2,11 @@
 
 A name may have a word behind it, `BatchNormalization synchronized`, for another row of
 the class. A row has arguments, or a function that makes the object. `NOT_ROWS` names
-classes without a row, with the reason. What is in no other table below computes on
-several ranks what one process computes.
+classes without a row, with the reason. Rows that are not in `WARNED`, `RANDOM` or
+`OF_BATCHES` compute on several ranks what one process computes.
 """
 
 import inspect
-import pathlib
 import tempfile
 from typing import NamedTuple
 
@@ -77,9 +76,9 @@ def square(x):
 def saved_model():
     """Export a model, and return a layer that calls it."""
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4)])
-    folder = pathlib.Path(tempfile.mkdtemp())
-    model.export(folder / "saved", verbose=False)
-    return layers.TFSMLayer(str(folder / "saved"), call_endpoint="serve")
+    with tempfile.TemporaryDirectory() as folder:
+        model.export(folder, verbose=False)
+        return layers.TFSMLayer(folder, call_endpoint="serve")
 
 
 def decibels(top_db):
