@@ -135,7 +135,7 @@ def sample_and_all(section, tables):
         for name, row in table.items()
     }
     sample = {n: row for n, row in rows.items() if f"{section}.{n}" in matrix.SAMPLE}
-    every = pytest.param(rows, id=f"all-{next(iter(rows))}", marks=pytest.mark.matrix)
+    every = pytest.param(rows, id=f"all-{next(iter(rows))}", marks=pytest.mark.release)
     found = [pytest.param(sample, id=f"sample-{next(iter(sample))}")] if sample else []
     return [*found, every]
 
@@ -321,7 +321,7 @@ def test_optimizers(rows):
     compare_updates({name: make for name, (_, make) in rows.items()})
 
 
-@pytest.mark.matrix
+@pytest.mark.release
 def test_optimizers_that_decay_average_and_clip():
     rows = {n: (None, {**r, **matrix.FEATURES}) for n, r in matrix.OPTIMIZERS.items()}
     rows = installed(keras.optimizers, rows)
