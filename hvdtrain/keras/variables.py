@@ -113,19 +113,6 @@ def non_local_state(
     return [v for v in optimizer.variables if id(v) not in local]
 
 
-def unowned_variables(
-    optimizer: Optimizer, trained: Iterable[Variable]
-) -> list[Variable]:
-    """Return the variables of `optimizer` that are no slots of `trained`.
-
-    An example is the number of iterations. Match them between models by their order,
-    which is always the same: Keras numbers some of their names, such as the product of
-    Nadam.
-    """
-    slots = {id(slot) for slot, _ in owned_slots(optimizer, trained)}
-    return [variable for variable in optimizer.variables if id(variable) not in slots]
-
-
 def accumulated_gradients(optimizer: Optimizer) -> list[Variable]:
     """Return the variables with the sums of an accumulation window; may be none."""
     return list(getattr(get_inner_optimizer(optimizer), "_accumulated_gradients", ()))

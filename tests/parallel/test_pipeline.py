@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
+from hvdtrain.checkpoint.header import without_layer_numbers
 from hvdtrain.keras.replication import get_hook
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
@@ -382,6 +383,39 @@ def test_a_rank_of_a_pipeline_cannot_wait_for_the_others(mesh):
     x, y, _ = samples(BATCH)
     with pytest.raises(ValueError, match="JoinCallback cannot be used with a model"):
         model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.JoinCallback()])
+
+
+def optimizer_classes():
+    base, wrappers = (
+        keras.optimizers.Optimizer,
+        {"LossScaleOptimizer", "MultiOptimizer"},
+    )
+    found = [each for each in vars(keras.optimizers).values() if isinstance(each, type)]
+    return [
+        each
+        for each in found
+        if issubclass(each, base) and each is not base and each.__name__ not in wrappers
+    ]
+
+
+@pytest.mark.long
+def test_the_state_of_any_optimizer_is_in_the_order_of_the_full_model(mesh):
+    """Checkpoints number it: they can be read without a mesh."""
+    more = {keras.optimizers.Adam: {"amsgrad": True}}
+    more[keras.optimizers.RMSprop] = {"momentum": 0.9, "centered": True}
+    dense, model = dense_model(), pipeline(mesh)
+    for each in optimizer_classes():
+        options = {"use_ema": True, "gradient_accumulation_steps": 2}
+        optimizer = each(**options, **more.get(each, {}))
+        optimizer.build(dense.trainable_variables)
+        model.compile(each(**options, **more.get(each, {})), oracle.LOSS)
+        model.optimizer.build(model.trainable_variables)
+        described = model.full_variables(model.optimizer.variables)
+        found, expected = (
+            [(without_layer_numbers(v.path), tuple(v.shape)) for v in variables]
+            for variables in (described, optimizer.variables)
+        )
+        assert found == expected, each
 
 
 @pytest.mark.long

@@ -4,8 +4,8 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -23,8 +23,13 @@ from hvdtrain.sharding.full_values import FullValues, FullVariable
 
 _NOT_LOADED = -1
 
-# A key of a variable that does not depend on names; see `_make_keys`.
+# A key of a variable that does not depend on names; see `_keys_by_id`.
 _Key: TypeAlias = tuple[Any, int]
+
+# The arguments and the result of the last `_number_state` of an optimizer.
+_numbered: weakref.WeakKeyDictionary[
+    keras.optimizers.Optimizer, tuple[dict[_Key, FullVariable], dict[_Key, int]]
+] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,56 +102,90 @@ def in_scope(scope: str) -> Iterator[None]:
 
 
 def describe(
-    variables: Sequence[keras.Variable],
-    common: Sequence[keras.Variable],
-    pipeline: Axis,
-) -> list[FullVariable]:
-    """Return the variables of all stages as `FullVariable`s.
+    pipeline: keras.Model, variables: Sequence[keras.Variable], axis: Axis
+) -> dict[_Key, FullVariable]:
+    """Return the variables of all stages, in the order of the full model.
 
-    A collective of the ranks of the pipeline. `common` has the variables of the
-    optimizer that all stages have, such as the number of iterations. The result has
-    each of them once.
+    A collective of the ranks of the pipeline. Variables of the optimizer that all
+    stages have, such as the number of iterations, are there once.
     """
-    numbers = {id(variable): number for number, variable in enumerate(common)}
-    local = [(FullVariable.of(v), numbers.get(id(v))) for v in variables]
-    # Without the variables, which cannot be pickled.
-    sent = [
-        (dataclasses.replace(described, variable=None), number)
-        for described, number in local
-    ]
-    local_common: dict[int | None, FullVariable] = {
-        number: v for v, number in local if number is not None
+    optimizer = getattr(pipeline, "optimizer", None)
+    names = pipeline.full_model.layers
+    keys = _keys_by_id(pipeline, pipeline.network.layers, names)
+    # The states of random layers have no key, and may have equal paths.
+    local = {
+        keys.get(id(variable), (axis.index, number)): FullVariable.of(variable)
+        for number, variable in enumerate(variables)
     }
-    stages = [local]
-    if needs_communication(pipeline.process_set):
+    weights = {
+        keys[id(w)]: _without_variable(FullVariable.of(w))
+        for w in _weights_with_slots(optimizer, pipeline.weights)
+    }
+    stages = [(local, weights)]
+    if needs_communication(axis.process_set):
+        # Without the variables, which cannot be pickled.
+        sent = {key: _without_variable(described) for key, described in local.items()}
         stages = allgather_object(
-            sent, name="StageVariables", process_set=pipeline.process_set
+            (sent, weights), name="StageVariables", process_set=axis.process_set
         )
-        stages[pipeline.index] = local
-    by_key: dict[object, FullVariable] = {}
-    for stage, entries in enumerate(stages):
-        for position, (described, number) in enumerate(entries):
-            # Not by path: the states of random layers may have equal paths.
-            key = (stage, position) if number is None else number
-            by_key.setdefault(key, local_common.get(number, described))
-    return list(by_key.values())
+    merged, all_weights = (
+        {key: value for stage in part for key, value in stage.items()}
+        for part in zip(*stages, strict=True)
+    )
+    merged |= local
+    if any(map(_is_of_optimizer, merged)):
+        numbers = _number_state(optimizer, all_weights)
+        merged = dict(sorted(merged.items(), key=lambda item: numbers[item[0]]))
+    return merged
 
 
-def common_state(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of an optimizer that belong to no weight of the model."""
-    optimizer = getattr(model, "optimizer", None)
-    return variables.unowned_variables(optimizer, model.weights) if optimizer else []
+def _is_of_optimizer(key: _Key) -> bool:
+    owner, number = key
+    return owner is None or (isinstance(owner, tuple) and number > 0)
+
+
+def _without_variable(described: FullVariable) -> FullVariable:
+    return dataclasses.replace(described, variable=None)
+
+
+def _number_state(
+    optimizer: keras.optimizers.Optimizer, weights: dict[_Key, FullVariable]
+) -> dict[_Key, int]:
+    """Return the places of the variables that an optimizer of all `weights` has.
+
+    An optimizer may create two kinds of slots one after the other, or both for each
+    weight. An optimizer that is built for small weights has the same order.
+    """
+    # To build it takes some 0.1 s, before each checkpoint.
+    known, numbers = _numbered.get(optimizer, ({}, {}))
+    if known != weights or not numbers:
+        small = [_make_small(weight) for weight in weights.values()]
+        clone = _clone_optimizer(optimizer)
+        clone.build(small)
+        owners = {id(v): owner for v, (owner, _) in zip(small, weights, strict=True)}
+        keys = _state_keys(clone, small, owners).values()
+        numbers = {key: number for number, key in enumerate(keys)}
+        _numbered[optimizer] = weights, numbers
+    return numbers
+
+
+def _make_small(weight: FullVariable) -> keras.Variable:
+    """Return a variable of one element, with the path and the axes of a weight."""
+    scope, _, name = weight.path.rpartition("/")
+    with in_scope(scope):
+        value = keras.ops.zeros([1] * len(weight.shape), weight.dtype)
+        return keras.Variable(value, dtype=weight.dtype, name=name)
 
 
 def gather(pipeline: keras.Model, axis: Axis) -> keras.Model | None:
     """Gather the full model of a `PipelineModel`: see its method `gather_full`."""
-    described, keys = _describe_with_keys(pipeline, axis)
+    described = _describe_all(pipeline, axis)
     model, targets = None, []
     with fail_together(world()):
         if global_process_set.rank() == 0:
             model = pipeline.full_model.build(pipeline)
-            targets = _order(model, keys, pipeline.full_model.layers)
-    values = FullValues(described)
+            targets = _order(model, described, pipeline.full_model.layers)
+    values = FullValues(described.values())
     for number in range(len(described)):
         value = values.gather(number)
         if targets:
@@ -160,7 +199,7 @@ def load(
     pipeline: keras.Model, axis: Axis, filepath: str, options: dict[str, Any]
 ) -> None:
     """Load all stages of a `PipelineModel`: see its method `load_weights`."""
-    described, keys = _describe_with_keys(pipeline, axis)
+    described = _describe_all(pipeline, axis)
 
     def read() -> list[keras.Variable]:
         model = pipeline.full_model.build(pipeline)
@@ -171,7 +210,7 @@ def load(
             model.load_weights(filepath, **options)
         except (OSError, ValueError) as error:
             raise JobError(f"Cannot load {filepath}: {error}") from error
-        sources = _order(model, keys, pipeline.full_model.layers)
+        sources = _order(model, described, pipeline.full_model.layers)
         if optimizer and int(optimizer._iterations) == _NOT_LOADED:
             # Weights come before the optimizer's variables.
             return sources[: len(model.weights)]
@@ -179,38 +218,25 @@ def load(
 
     sources = on_chief(world(), read)
     count = broadcast_object(sources and len(sources), name="LoadedVariables")
-    values = FullValues(described)
+    values = FullValues(described.values())
     for number in range(count):
         values.scatter(number, sources[number].numpy() if sources else None)
     layer_state.refresh(pipeline)
 
 
-def _describe_with_keys(
-    pipeline: keras.Model, axis: Axis
-) -> tuple[list[FullVariable], list[_Key]]:
-    """Return the variables of the full model and its optimizer, and their keys."""
-    described = [
-        *pipeline.full_variables(pipeline.weights),
-        *pipeline.full_variables(_optimizer_state(pipeline)),
-    ]
-    ranks = axis.process_set
-    local = _make_keys(pipeline, pipeline.network.layers, pipeline.full_model.layers)
-    stages = [local]
-    if needs_communication(ranks):
-        stages = allgather_object(local, name="StageKeys", process_set=ranks)
-    # In the order of the variables: a variable that all stages have is there once.
-    of_weights, of_state = zip(*stages, strict=True)
-    keys = itertools.chain(*of_weights, *of_state)
-    return described, list(dict.fromkeys(keys))
+def _describe_all(pipeline: keras.Model, axis: Axis) -> dict[_Key, FullVariable]:
+    """Return the variables of the full model and its optimizer."""
+    weights = describe(pipeline, pipeline.weights, axis)
+    return weights | describe(pipeline, _optimizer_state(pipeline), axis)
 
 
 def _order(
-    model: keras.Model, keys: Sequence[_Key], names: Sequence[str]
+    model: keras.Model, keys: Iterable[_Key], names: Sequence[str]
 ) -> list[keras.Variable]:
     """Return the variables of a full model that have these keys."""
-    of_weights, of_state = _make_keys(model, model.layers, names)
-    weights = zip(of_weights, model.weights, strict=True)
-    by_key = dict([*weights, *zip(of_state, _optimizer_state(model), strict=True)])
+    key_by_id = _keys_by_id(model, model.layers, names)
+    own = [*model.weights, *_optimizer_state(model)]
+    by_key = {key_by_id[id(variable)]: variable for variable in own}
     return [by_key[key] for key in keys]
 
 
@@ -219,10 +245,18 @@ def _optimizer_state(model: keras.Model) -> list[keras.Variable]:
     return optimizer.variables if optimizer else []
 
 
-def _make_keys(
+def _weights_with_slots(
+    optimizer: keras.optimizers.Optimizer | None, weights: Sequence[keras.Variable]
+) -> list[keras.Variable]:
+    slots = variables.owned_slots(optimizer, weights) if optimizer else ()
+    owners = {id(weight) for _, weight in slots}
+    return [weight for weight in weights if id(weight) in owners]
+
+
+def _keys_by_id(
     model: keras.Model, layers: Sequence[keras.layers.Layer], names: Sequence[str]
-) -> tuple[list[_Key], list[_Key]]:
-    """Return keys of the weights and of the optimizer's variables of a model.
+) -> dict[int, _Key]:
+    """Return keys of the weights and of the optimizer's variables of a model, by `id`.
 
     Keys do not depend on names: automatic names of layers differ between ranks if one
     of them has made more layers before, and weights of nested models may have equal
@@ -236,19 +270,32 @@ def _make_keys(
         layers: its layers, which are layers of the full model.
         names: names of the layers of this rank's full model.
     """
-    numbers = {
+    owners = {
         id(weight): (names.index(layer.name), number)
         for layer in layers
         for number, weight in enumerate(layer.weights)
     }
-    owners = {}
+    keys: dict[int, _Key] = {
+        id(weight): (owners[id(weight)], 0) for weight in model.weights
+    }
     if _optimizer_state(model):
-        pairs = variables.owned_slots(model.optimizer, model.weights)
-        owners = {id(slot): numbers[id(weight)] for slot, weight in pairs}
-    counts = collections.Counter[Any](numbers.values())
-    of_state = []
-    for variable in _optimizer_state(model):
-        owner = owners.get(id(variable))
-        of_state.append((owner, counts[owner]))
+        keys |= _state_keys(model.optimizer, model.weights, owners)
+    return keys
+
+
+def _state_keys(
+    optimizer: keras.optimizers.Optimizer,
+    weights: Sequence[keras.Variable],
+    owners: Mapping[int, Any],
+) -> dict[int, _Key]:
+    """Return keys of the variables of an optimizer by `id`, in its order."""
+    slots = variables.owned_slots(optimizer, weights)
+    owner_by_slot = {id(slot): owners[id(weight)] for slot, weight in slots}
+    # The weight itself is the first variable of its owner.
+    counts = collections.Counter[Any](owners.values())
+    keys = {}
+    for variable in optimizer.variables:
+        owner = owner_by_slot.get(id(variable))
+        keys[id(variable)] = owner, counts[owner]
         counts[owner] += 1
-    return [(numbers[id(weight)], 0) for weight in model.weights], of_state
+    return keys

@@ -163,13 +163,13 @@ class PipelineModel(keras.Model):
         return outputs
 
     def full_variables(self, variables: Sequence[keras.Variable]) -> list[FullVariable]:
-        """Return variables of all stages as `FullVariable`s, in one list.
+        """Return variables of all stages, in the order of the full model.
 
         A collective of the ranks of the pipeline. `variables` are this rank's weights,
         or variables of its optimizer.
         """
-        common = full_model.common_state(self)
-        return full_model.describe(variables, common, self._mesh.pipeline)
+        described = full_model.describe(self, variables, self._mesh.pipeline)
+        return list(described.values())
 
     def gather_full(self) -> keras.Model | None:
         """Return the full model and its optimizer's state on rank 0, None elsewhere.
