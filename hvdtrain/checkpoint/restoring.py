@@ -33,7 +33,11 @@ from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import rate_variable, set_learning_rate
-from hvdtrain.keras.replication import finalize_weights, replicated_by_process_set
+from hvdtrain.keras.replication import (
+    finalize_weights,
+    non_local_variables,
+    replicated_by_process_set,
+)
 from hvdtrain.keras.variables import (
     accumulated_gradients,
     is_multi_optimizer,
@@ -234,7 +238,7 @@ def assign_all(model: keras.Model, start: Start) -> None:
     In a job that trains, the loop does this before the first step.
     """
     assert start.per_rank_state
-    variables = [*model.variables, *model.optimizer.variables]
+    variables = non_local_variables(model)
     for process_set, root, copies in replicated_by_process_set(
         model.optimizer, variables
     ):

@@ -4,7 +4,11 @@ from collections.abc import Iterable, Iterator, Set
 
 import keras
 
-from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    global_process_set,
+    needs_communication,
+)
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.variables import (
     Optimizer,
@@ -49,18 +53,19 @@ def replicated_by_process_set(
 ) -> Iterator[tuple[ProcessSet, int, list[Variable]]]:
     """Yield process sets, the root rank in each, and the variables it replicates.
 
+    Process sets of one rank are left out: Horovod has none for an axis of one rank.
     With a mesh, the process sets are the ranks along each axis: broadcasts over all of
     them, in this order, give all replicas of a variable the value of `root_rank` (by
     default the first rank). The stages of a pipeline replicate the optimizer's
     variables that belong to no weight, such as the learning rate.
     """
     hook = get_hook(optimizer)
-    if not hook:
-        yield global_process_set, root_rank or 0, list(variables)
-        return
-    for process_set, root in hook.axes(root_rank):
-        replicated = [v for v in variables if is_replicated(v, process_set)]
-        yield process_set, root, replicated
+    variables = list(variables)
+    axes = hook.axes(root_rank) if hook else [(global_process_set, root_rank or 0)]
+    for process_set, root in axes:
+        if needs_communication(process_set):
+            replicated = [v for v in variables if is_replicated(v, process_set)]
+            yield process_set, root, replicated if hook else variables
 
 
 def non_local_variables(

@@ -164,6 +164,8 @@ def test_sharded_tables(directory):
         model.add(keras.layers.Dense(2))
         return model
 
+    fully_sharded = build(keras.layers.Embedding(19, 3, weights=[table]))
+    parallel.fully_shard(fully_sharded, min_size=4)
     sharded = build(parallel.ShardedEmbedding(19, 3, weights=table))
     out = f"{directory}/scores-*.npy"
     training.predict(sharded, ids, out=out, world=WORLD, **OPTIONS)
@@ -171,6 +173,8 @@ def test_sharded_tables(directory):
     replicated = build(keras.layers.Embedding(19, 3, weights=[table]))
     expected = training.predict(replicated, ids, world=WORLD, **OPTIONS)
     np.testing.assert_array_equal(found, expected)
+    gathered = training.predict(fully_sharded, ids, world=WORLD, **OPTIONS)
+    np.testing.assert_allclose(gathered, expected, atol=1e-6)
 
 
 @pytest.mark.ranks

@@ -213,11 +213,7 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         if is_sharded(model.variables) or (hook and hook.has_shared_replicas):
             # The ranks of a replica need equal seeds: its first rank's.
             variables += [*seed_states(model), global_seed_state()]
-        groups = [
-            group
-            for group in replicated_by_process_set(optimizer, variables, self.root_rank)
-            if needs_communication(group[0])
-        ]
+        groups = list(replicated_by_process_set(optimizer, variables, self.root_rank))
         for process_set, _, replicated in groups:
             _check_same_structure(replicated, process_set)
         # No broadcast has what is in no variable; and it would hide that ranks have

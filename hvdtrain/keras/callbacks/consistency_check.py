@@ -6,7 +6,6 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.callbacks.fit_start import SharedCallback, joins
 from hvdtrain.keras.callbacks.stopping import EverySteps
 from hvdtrain.keras.consistency import CHECK_SETUP, check_consistency, trains_stages
@@ -139,13 +138,7 @@ def check_model(
     Raises:
         DesynchronizedError: as in `check_consistency`.
     """
-    axes = [
-        (process_set, replicated)
-        for process_set, _, replicated in replicated_by_process_set(
-            model.optimizer, variables
-        )
-        if needs_communication(process_set)
-    ]
+    axes = list(replicated_by_process_set(model.optimizer, variables))
     if not axes:
         return
     unlisted = find_unlisted(
@@ -153,7 +146,7 @@ def check_model(
         find_optimizers(model),
         local_keys | _all_local_keys(model),
     )
-    for process_set, replicated in axes:
+    for process_set, _, replicated in axes:
         has_stages = trains_stages(process_set, model.weights)
         check_consistency(
             replicated,
