@@ -17,7 +17,8 @@ from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.variables import is_distributed
-from hvdtrain.parallel.replicas import Replicas
+from hvdtrain.parallel.mesh import Mesh
+from hvdtrain.parallel.replicas import Replicas, get_mesh
 from hvdtrain.sharding.shards import has_summed_gradients
 from hvdtrain.training.inputs import first_batch, first_step
 from hvdtrain.training.specs import Plan, TrainSpec
@@ -34,6 +35,31 @@ class Batches(NamedTuple):
     local_sizes: tuple[int, ...]
     plan: Plan
     first: FirstBatch | None
+
+
+def check_no_distribution() -> None:
+    """Raise a JobError under a distribution, which would deal and reduce again."""
+    active = keras.distribution.distribution()
+    if active is not None:
+        raise JobError(
+            f"Received the active distribution {type(active).__name__} in "
+            "hvdtrain.training; expected none: call "
+            "keras.distribution.set_distribution(None), and use parallel.fully_shard "
+            "or mesh= to shard weights. Under a distribution, model.fit trains."
+        )
+
+
+def check_mesh(model: keras.Model, mesh: Mesh | None) -> None:
+    """Raise a JobError unless the samples are dealt to the replicas of the model."""
+    found = get_mesh(model)
+    shapes = [each.shape if each else None for each in (found, mesh)]
+    # A mesh without sharded axes deals as no mesh does.
+    splits = [shape for shape in shapes if shape and shape.splits_model]
+    if splits and shapes[0] != shapes[1]:
+        raise JobError(
+            f"Received mesh={shapes[1]}, and from make_model a model whose optimizer "
+            f"is distributed over {shapes[0]}; expected one mesh for both, or none."
+        )
 
 
 def build(

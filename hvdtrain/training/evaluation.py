@@ -19,6 +19,7 @@ from hvdtrain.keras.moving_statistics import (
 from hvdtrain.keras.replication import finalize_weights, get_process_set
 from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
+from hvdtrain.training.building import check_no_distribution
 from hvdtrain.training.due import (
     MAX_GROWTH,
     NAMES,
@@ -56,6 +57,7 @@ def evaluate(
         SharedJobError: on all ranks, if no rank has a sample.
         InterruptedEvaluationError: on all ranks, if one of them has asked for a stop.
     """
+    check_no_distribution()
     count = itertools.count()
     counter = keras.callbacks.LambdaCallback(
         on_test_batch_end=lambda batch, logs: next(count)

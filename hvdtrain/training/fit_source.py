@@ -15,6 +15,7 @@ from hvdtrain.job.agreement import fail_together
 from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training import run_directory
+from hvdtrain.training.building import check_mesh
 from hvdtrain.training.dealt_samples import ByRanks, DealtSamples
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.inputs import as_samples, naming_validation
@@ -141,6 +142,11 @@ def fit(
     of_train, of_evaluation, of_run = _options(options)
     of_train["callbacks"] = _as_function(callbacks)
 
+    def make_checked() -> keras.Model:
+        model = make_model()
+        check_mesh(model, mesh)
+        return model
+
     # In an elastic job this function is called again after each change of the ranks.
     def train(world: World, commits: Commits | None) -> Result:
         config = RunConfig(**of_run, model_dir=model_dir, seed=seed)
@@ -165,7 +171,7 @@ def fit(
             if observers is None and world.is_chief:
                 watching = _default_observers(config)
         return train_and_evaluate(
-            make_model,
+            make_checked,
             train_spec,
             eval_spec,
             config,

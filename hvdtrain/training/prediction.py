@@ -26,6 +26,7 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import check_same, fail_together, gather
 from hvdtrain.parallel.replicas import Replicas, get_mesh
 from hvdtrain.sharding.shards import has_summed_gradients, is_split_over_ranks
+from hvdtrain.training.building import check_no_distribution
 from hvdtrain.training.due import MAX_GROWTH, agree_on_pause
 from hvdtrain.training.inputs import as_samples, check_source, digest
 from hvdtrain.training.prediction_files import PredictionFiles
@@ -87,6 +88,7 @@ def predict(
         "samples_per_part": samples_per_part,
     }
     with fail_together(world):
+        check_no_distribution()
         samples = as_samples(source)
         made_from["source"] = samples.fingerprint()
         read = functools.partial(

@@ -19,7 +19,12 @@ from hvdtrain.native import recorder
 from hvdtrain.stores.lease import Lease
 from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training import exporting, loop, run_directory
-from hvdtrain.training.building import Batches, agree_on_batches, build
+from hvdtrain.training.building import (
+    Batches,
+    agree_on_batches,
+    build,
+    check_no_distribution,
+)
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.session import RunState, Session
 from hvdtrain.training.skipping import Skipping
@@ -59,11 +64,14 @@ def train_and_evaluate(
         PreemptedError: on all ranks, when the job was asked to stop.
         JobError: on all ranks, when local batch sizes differ and the model has tables
             that are sharded over the data ranks, when there is a `BackupAndRestore`
-            among the callbacks, when the loss is not finite, when there are checkpoints
-            and none can be used, when another job uses the directory, or when the last
-            checkpoint or an export of the last step cannot be written.
+            among the callbacks, when a `keras.distribution` is active, when the loss is
+            not finite, when there are checkpoints and none can be used, when another
+            job uses the directory, or when the last checkpoint or an export of the last
+            step cannot be written.
     """
     config = config or RunConfig()
+    with fail_together(world):
+        check_no_distribution()
     _check_alike(train_spec, eval_spec, config, world)
     if commits:
         # The writer of the last run may still write to the directory.

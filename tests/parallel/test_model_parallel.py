@@ -16,8 +16,9 @@ from oracle import DenseEmbedding, assert_bitwise_equal_over_ranks, difference
 
 import hvdtrain.distribution
 import hvdtrain.keras as hvd
+from hvdtrain import training
 from hvdtrain.collectives.dtypes import local_shard
-from hvdtrain.job.world import JobError
+from hvdtrain.job.world import JobError, World
 
 hvdtrain.distribution.enable()
 keras.distribution.initialize()
@@ -475,6 +476,39 @@ def test_meshes_and_optimizers_that_do_not_fit_are_errors_of_one_line():
             model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
         with pytest.raises(ValueError, match="Use an elementwise optimizer"):
             fit_small(model, keras.optimizers.Lamb())
+
+
+def test_training_refuses_a_distribution_and_models_of_one():
+    world = World(rank=hvd.rank(), size=SIZE)
+    x, y = np.ones((SIZE, 6)), np.ones((SIZE, CLASSES))
+    parallel_model = distribution(SIZE, COLUMNS)
+
+    def make_model():
+        model = small(dense(12, "up"))
+        model.compile("sgd", "mse")
+        return model
+
+    def make_in_scope():
+        with parallel_model.scope():
+            return make_model()
+
+    def fit_source(make):
+        training.fit(make, (x, y), global_batch_size=SIZE, epochs=1, world=world)
+
+    data_parallel = keras.distribution.DataParallel()
+    batches = tf.data.Dataset.from_tensors((x, y))
+    for active in (parallel_model, data_parallel):
+        with active.scope():
+            model = make_model()
+            for call in (
+                lambda: fit_source(make_model),
+                lambda: training.predict(model, x, world=world),  # noqa: B023
+                lambda: training.evaluate(model, batches),  # noqa: B023
+            ):
+                with pytest.raises(JobError, match="Received the active distribution"):
+                    call()
+    with pytest.raises(JobError, match=f"mesh=None, .*MeshShape.model={SIZE}"):
+        fit_source(make_in_scope)
 
 
 class WithoutMask(keras.Model):
