@@ -96,11 +96,31 @@ def _learned_apart(evidence: Evidence) -> str:
     )
 
 
-def _untrained_apart(evidence: Evidence) -> str:
+def _untrained_names(evidence: Evidence, *, of_layers: bool) -> list[str]:
+    """Return weights that are not trained and differ, made as such by layers or not."""
     first, *others = (facts.untrained for facts in evidence.facts_by_rank)
-    names = [
-        name for name in first if any(each.get(name) != first[name] for each in others)
+    made = evidence.facts.made_untrained
+    return [
+        name
+        for name in first
+        if (name in made) is of_layers
+        and any(each.get(name) != first[name] for each in others)
     ]
+
+
+def _layers_update(evidence: Evidence) -> str:
+    names = _untrained_names(evidence, of_layers=True)
+    if not names:
+        return ""
+    return (
+        f"{_listed(names[:3])} of a layer is not equal on all ranks after the first "
+        "step. Reduce by hvd.allreduce what the layer adds to it in its call; if the "
+        "call does not change it, broadcast model.variables before the first step."
+    )
+
+
+def _untrained_apart(evidence: Evidence) -> str:
+    names = _untrained_names(evidence, of_layers=False)
     if not names:
         return ""
     return (
@@ -313,6 +333,7 @@ _CAUSES: tuple[Callable[[Evidence], str], ...] = (
     _late_broadcast,
     _rates_differ,
     _learned_apart,
+    _layers_update,
     _untrained_apart,
     _unequal_batches,
     _sum_of_losses,

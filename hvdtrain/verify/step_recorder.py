@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import metrics
-from hvdtrain.keras.layers import normalizes_over_ranks
+from hvdtrain.keras.layers import made_untrained, normalizes_over_ranks
 from hvdtrain.keras.loss_reductions import find_kind
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.unlisted import learned_state
@@ -250,6 +250,11 @@ class StepRecorder:
             ],
             trained=self._trained(),
             untrained=self._untrained(),
+            made_untrained=[
+                name
+                for model in self._models
+                for name in self.names.by_name(made_untrained(model).values())
+            ],
             gradients=self.gradients.norms(),
             left_out=list(self._left_out(layers)),
         )

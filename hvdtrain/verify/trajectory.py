@@ -98,6 +98,7 @@ class Facts:
         batch_losses: names of losses of a batch that are no means over its samples.
         trained: names of the weights of optimizers that have taken a step.
         untrained: digests of other weights, by name, but for moving statistics.
+        made_untrained: names of weights that layers made with `trainable=False`.
         gradients: norms of the first gradients, by name of the variable.
         left_out: what of the script is not compared.
     """
@@ -111,6 +112,7 @@ class Facts:
     batch_losses: list[str]
     trained: list[str]
     untrained: Mapping[str, str]
+    made_untrained: list[str]
     gradients: Mapping[str, float]
     left_out: list[str]
 

@@ -36,6 +36,7 @@ def facts(*, reductions=(), **values):
         "batch_losses": [],
         "trained": ["w"],
         "untrained": {},
+        "made_untrained": [],
         "gradients": {"w": 1.0},
         "left_out": [],
     }
@@ -88,6 +89,10 @@ def test_a_script_without_a_known_fault_has_no_reason():
         (
             [facts(untrained={"v": "1"}), facts(untrained={"v": "2"})],
             "v is not trained, and not equal on all ranks: broadcast model.variables",
+        ),
+        (
+            [facts(untrained={"v": n}, made_untrained=["v"]) for n in "12"],
+            "Reduce by hvd.allreduce what the layer adds to it in its call",
         ),
     ],
 )
