@@ -19,6 +19,7 @@ from hvdtrain.distribution.devices import Method
 from hvdtrain.distribution.model_parallel import prepare
 from hvdtrain.job.world import JobError
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
+from hvdtrain.keras.callbacks.joining import JoinCallback
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.layers import SyncBatchNormalization, moments_over_ranks
 from hvdtrain.keras.loss_reductions import find_mismatch
@@ -29,6 +30,7 @@ from hvdtrain.keras.metrics import (
     metric_variables,
     warn_of_states,
 )
+from hvdtrain.keras.moving_statistics import AverageMovingStatisticsCallback
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.parallel.mesh import Mesh
@@ -127,6 +129,8 @@ def fit(method: Method, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         start.prepare = prepare
     if not starts:
         callbacks.insert(0, _start_of(model))
+    if devices.has_data_ranks():
+        _average_layer_states(callbacks)
     call.arguments["callbacks"] = callbacks
     arguments = dict(call.arguments)
     del arguments["self"]
@@ -136,6 +140,15 @@ def fit(method: Method, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         # A callback of the user may be used without a distribution later.
         for start in starts:
             start.prepare = None
+
+
+def _average_layer_states(callbacks: list[keras.callbacks.Callback]) -> None:
+    """Add the callback that combines weights which layers update in their calls."""
+    if any(isinstance(c, AverageMovingStatisticsCallback) for c in callbacks):
+        return
+    before = BroadcastGlobalVariablesCallback, JoinCallback
+    numbers = [n for n, c in enumerate(callbacks) if isinstance(c, before)]
+    callbacks.insert(max(numbers) + 1, AverageMovingStatisticsCallback())
 
 
 def train_on_batch(

@@ -26,6 +26,28 @@ class DenseEmbedding(keras.layers.Embedding):
         return one_hot @ self.embeddings
 
 
+class Centre(keras.layers.Layer):
+    """Keeps a moving average of its batches, as codebooks do."""
+
+    def __init__(self, aggregation="none"):
+        super().__init__()
+        self.aggregation = aggregation
+
+    def build(self, shape):
+        self.centre = self.add_weight(
+            shape=shape[1:],
+            initializer="zeros",
+            trainable=False,
+            aggregation=self.aggregation,
+            name="centre",
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.centre.assign(0.5 * self.centre + 0.5 * tf.reduce_mean(x, 0))
+        return x - self.centre
+
+
 def samples(steps=STEPS):
     """Inputs and labels of `steps` global batches."""
     rng = np.random.default_rng(0)

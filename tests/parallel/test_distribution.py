@@ -7,13 +7,14 @@ import contextlib
 import functools
 import pathlib
 import re
+import warnings
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.distribution.distribution_lib import Distribution
-from oracle import DenseEmbedding, assert_bitwise_equal_over_ranks, difference
+from oracle import Centre, DenseEmbedding, assert_bitwise_equal_over_ranks, difference
 
 import hvdtrain.distribution
 import hvdtrain.keras as hvd
@@ -410,6 +411,30 @@ def test_gradients_of_tables_are_dense_for_an_optimizer_of_the_user():
         model = build()
         fit(model, hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)))
     assert difference(model.get_weights(), expected.get_weights()) < 1e-12
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("aggregation", "is_named"), [("mean", False), ("none", True)])
+def test_weights_that_a_layer_updates_in_its_call(aggregation, is_named):
+    x = np.arange(GLOBAL * STEPS, dtype="float32")[:, None] / GLOBAL
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(GLOBAL)
+
+    def train():
+        layer = Centre(aggregation)
+        model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        model.fit(data, verbose=0)
+        return layer.centre.numpy()
+
+    expected = train()
+    with distribution().scope(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train()
+    assert_bitwise_equal_over_ranks([found])
+    if not is_named:
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    named = [str(w.message) for w in caught if "/centre, which a layer" in str(w)]
+    assert len(named) == (is_named and hvd.rank() == 0)
 
 
 def test_data_that_cannot_be_dealt_are_errors():

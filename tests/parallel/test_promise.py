@@ -453,28 +453,6 @@ def test_nothing_to_average_costs_no_communication(layer_class, monkeypatch):
     moving_statistics.average_moving_statistics(model)
 
 
-class Centre(keras.layers.Layer):
-    """Keeps a moving average of its batches, as codebooks do."""
-
-    def __init__(self, aggregation="none"):
-        super().__init__()
-        self.aggregation = aggregation
-
-    def build(self, shape):
-        self.centre = self.add_weight(
-            shape=shape[1:],
-            initializer="zeros",
-            trainable=False,
-            aggregation=self.aggregation,
-            name="centre",
-        )
-
-    def call(self, x, training=False):
-        if training:
-            self.centre.assign(0.5 * self.centre + 0.5 * tf.reduce_mean(x, 0))
-        return x - self.centre
-
-
 @pytest.mark.parametrize(
     ("aggregation", "expected", "is_named"),
     [
@@ -485,7 +463,7 @@ class Centre(keras.layers.Layer):
     ],
 )
 def test_weights_that_a_layer_updates_in_its_call(aggregation, expected, is_named):
-    layer = Centre(aggregation)
+    layer = oracle.Centre(aggregation)
     model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
     model.compile(
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", run_eagerly=True
