@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.checkpoint.header import without_layer_numbers
+from hvdtrain.checkpoint.names import without_numbers
 from hvdtrain.keras.replication import get_hook
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
@@ -412,7 +412,7 @@ def test_the_state_of_any_optimizer_is_in_the_order_of_the_full_model(mesh):
         model.optimizer.build(model.trainable_variables)
         described = model.full_variables(model.optimizer.variables)
         found, expected = (
-            [(without_layer_numbers(v.path), tuple(v.shape)) for v in variables]
+            [(without_numbers(v.path), tuple(v.shape)) for v in variables]
             for variables in (described, optimizer.variables)
         )
         assert found == expected, each
