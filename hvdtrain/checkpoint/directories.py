@@ -10,7 +10,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from hvdtrain.job.files import (
     atomic_write,
@@ -50,8 +50,13 @@ class DiskDirectory:
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the files by name."""
+        sizes = {}
         with os.scandir(self._path) as entries:
-            return {e.name: e.stat(follow_symlinks=False).st_size for e in entries}
+            for entry in entries:
+                # Another process may have renamed its temporary file.
+                with suppress(FileNotFoundError):
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
     def read(self, name: str) -> str:
         return self.path(name).read_text()

@@ -34,6 +34,9 @@ class _Pattern(NamedTuple):
     expression: re.Pattern[str]
     words: list[str]
 
+    def matches(self, path: str) -> bool:
+        return self.expression.fullmatch(path) is not None
+
     def numbers(self, path: str) -> list[int] | None:
         """Return the numbers in a path, 0 where there is none; None for no match."""
         match = self.expression.fullmatch(path)
@@ -55,25 +58,29 @@ class KerasNames:
     def difference(self, pairs: Iterable[tuple[str, str]]) -> str:
         """Return the first difference; empty if the paths are those of one model.
 
-        Numbers of a class may differ if they have the same order. Equal numbers are
-        not in this order: an object that was loaded from a file, or is made once in a
-        process, keeps its number while others get new ones.
+        Numbers of a class may differ if they have the same order. A number that is
+        equal in both does not count: an object that was loaded from a file, or is made
+        once in a process, keeps its number while others get new ones.
 
         Args:
             pairs: the path of each variable in the checkpoint, and in the model.
         """
         pairs = [(before, now) for before, now in pairs if before != now]
-        make_pattern = self._patterns([now for _, now in pairs])
+        if not pairs:
+            return ""
+        make_patterns = self._patterns([now for _, now in pairs])
         texts: dict[str, dict[tuple[int, int], str]] = collections.defaultdict(dict)
         for before, now in pairs:
-            pattern, text = make_pattern(now), f"{before} where the model has {now}"
-            numbers_before = pattern.numbers(before)
-            if numbers_before is None:
+            text = f"{before} where the model has {now}"
+            for pattern in make_patterns(now):
+                if (numbers_before := pattern.numbers(before)) is not None:
+                    break
+            else:
                 return text
             numbers = zip(pattern.numbers(now) or (), numbers_before, strict=True)
-            for word, key in zip(pattern.words, numbers, strict=True):
-                if key[0] != key[1]:
-                    texts[word].setdefault(key, text)
+            for word, both in zip(pattern.words, numbers, strict=True):
+                if both[0] != both[1]:
+                    texts[word].setdefault(both, text)
         for by_numbers in texts.values():
             for first, second in itertools.pairwise(sorted(by_numbers)):
                 if first[0] == second[0] or first[1] >= second[1]:
@@ -87,16 +94,25 @@ class KerasNames:
 
         Two keys are equal if the paths differ only in numbers of automatic names.
         """
-        patterns = [make.expression for make in map(self._patterns(now), now)]
+        patterns = list(map(self._patterns(now), now))
+        keys = [first.expression.pattern for first, *_ in patterns]
+        by_key = list(zip(keys, patterns, strict=True))
         keys_before = [
-            next((each.pattern for each in patterns if each.fullmatch(path)), path)
+            next(
+                (key for key, all_ in by_key if any(p.matches(path) for p in all_)),
+                path,
+            )
             for path in before
         ]
-        return [each.pattern for each in patterns], keys_before
+        return keys, keys_before
 
-    def _patterns(self, paths: Iterable[str]) -> Callable[[str], _Pattern]:
-        """Return a function that returns the `_Pattern` of one of these paths."""
-        automatic = self._automatic(paths)
+    def _patterns(self, paths: Iterable[str]) -> Callable[[str], list[_Pattern]]:
+        """Return a function that returns the patterns of one of these paths.
+
+        Several, where a name of the user has the form of an automatic name: mlp_1 is
+        a second block, or the first layer that a block with the name mlp has made.
+        """
+        automatic, given = self._automatic(paths)
         # The longest first: dense_block before dense.
         words = sorted({*automatic.values()}, key=len, reverse=True)
         expression = re.compile(
@@ -105,27 +121,41 @@ class KerasNames:
         )
         compile_once = functools.cache(re.compile)
 
-        def make_pattern(path: str) -> _Pattern:
-            text, found, end = "", [], 0
+        def make_patterns(path: str) -> list[_Pattern]:
+            # Text, words, and where each reading of the path has ended.
+            readings: list[tuple[str, list[str], int]] = [("", [], 0)]
             for match in expression.finditer(path):
-                if match[0] in automatic or match[1] in automatic:
-                    found.append(match[1].lower())
+                ends = [match.end(0)] if match[0] in automatic else []
+                if match[1] in automatic and (not ends or match[0] in given):
+                    ends.append(match.end(1))
+                if ends:
                     # Keras before 3.13 wrote SGD where later versions write sgd.
-                    text += re.escape(path[end : match.start()])
-                    text += f"(?i:{match[1]}){_NUMBER}?"
-                    end = match.end(0 if match[0] in automatic else 1)
-            return _Pattern(compile_once(text + re.escape(path[end:])), found)
+                    number = f"(?i:{match[1]}){_NUMBER}?"
+                    readings = [
+                        (
+                            text + re.escape(path[end : match.start()]) + number,
+                            [*words, match[1].lower()],
+                            new_end,
+                        )
+                        for text, words, end in readings
+                        for new_end in dict.fromkeys(ends)
+                    ]
+            return [
+                _Pattern(compile_once(text + re.escape(path[end:])), words)
+                for text, words, end in readings
+            ]
 
-        return make_pattern
+        return make_patterns
 
-    def _automatic(self, paths: Iterable[str]) -> dict[str, str]:
-        """Return the automatic names in the model and in these paths.
+    def _automatic(self, paths: Iterable[str]) -> tuple[dict[str, str], set[str]]:
+        """Return the automatic names in the model and in these paths, and the user's.
 
-        The values are the names without numbers.
+        The values of the automatic ones are the names without numbers.
         """
-        names, given = {}, set()
+        names: dict[str, str] = {}
+        given: set[str] = set()
         for each in self._objects():
-            # The class that Keras sees: sharded layers have names of Keras' layers.
+            # A sharded layer returns the class of Keras from which it was made.
             word = naming.to_snake_case(each.__class__.__name__)
             expression = rf"(?:forward_|backward_)?({word}{_NUMBER}?)"
             if match := re.fullmatch(expression, each.name, re.IGNORECASE):
@@ -142,7 +172,7 @@ class KerasNames:
                 word = name if name in known else re.sub(f"{_NUMBER}$", "", name)
                 if word in known:
                     names.setdefault(name, word)
-        return names
+        return names, given
 
     def _objects(self) -> Iterator[Any]:
         if self._model is not None:

@@ -343,8 +343,8 @@ def _by_metric(
 ) -> dict[str, tuple[list[int], list[_Described]]]:
     """Return numbers and descriptions of variables by the name of their metric."""
     groups: dict[str, tuple[list[int], list[_Described]]] = {}
-    for number, (path, shape, dtype) in variables:
-        metric, _, name = path.rpartition("/")
+    for number, (key, shape, dtype) in variables:
+        metric, _, name = key.rpartition("/")
         numbers, described = groups.setdefault(metric, ([], []))
         numbers.append(number)
         described.append((name, shape, dtype))

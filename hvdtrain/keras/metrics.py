@@ -198,6 +198,8 @@ def joined_samples(function: keras.Metric | keras.losses.Loss) -> str:
     options = getattr(function, "_fn_kwargs", None)
     if not isinstance(options, dict):
         return ""
+    if _has_own_call(function):
+        return ""
     inner = getattr(function, "_fn", getattr(function, "fn", None))
     if inner is keras.losses.circle:
         return "their pairs"
@@ -205,6 +207,13 @@ def joined_samples(function: keras.Metric | keras.losses.Loss) -> str:
     axis = options.get("axis", None if inner in of_batches else -1)
     axes = axis if isinstance(axis, list | tuple) else [axis]
     return f"axis={axis}" if None in axes or 0 in axes else ""
+
+
+def _has_own_call(function: keras.Metric | keras.losses.Loss) -> bool:
+    """Return whether a user's subclass computes the values, as of gathered samples."""
+    name = "call" if isinstance(function, keras.losses.Loss) else "update_state"
+    defined_in = next(cls for cls in type(function).__mro__ if name in vars(cls))
+    return not defined_in.__module__.startswith("keras.")
 
 
 def reduce_states(

@@ -63,9 +63,9 @@ class ShardedState:
     3 * P * (N - 1) / N elements, in an allreduce of gradients and an allgather of
     weights, instead of 2 * P * (N - 1) / N.
 
-    One rank has all of a variable. The largest are dealt out first, each to the rank
-    with the fewest elements. Bitwise equal to the replicated state, for every
-    optimizer. One rank has at least the slots of the largest variable.
+    One rank has all of a variable, so one has at least the slots of the largest one.
+    The largest are dealt out first, each to the rank with the fewest elements. The
+    weights are bitwise those of a training with replicated state, for every optimizer.
 
     Args:
         optimizer: not a `LossScaleOptimizer`.

@@ -62,7 +62,7 @@ class PredictionFiles:
                     "0; expected a directory that all ranks share."
                 )
             sizes = self._directory.sizes()
-        # A crash of the machine may leave a file without content; no part has none.
+        # As in `_prepare`; no part is without content.
         missing = [n for n, name in enumerate(self._parts) if not sizes.get(name)]
         # A store may list an object late, and on some ranks only.
         return gather(world, missing)[0]
@@ -81,7 +81,8 @@ class PredictionFiles:
         with self._using(self._manifest):
             if isinstance(self._directory, DiskDirectory):
                 files.make_directory(str(self._directory))
-            names = self._directory.names()
+            # A crash of the machine may leave a file without content.
+            names = [name for name, size in self._directory.sizes().items() if size]
             if self._manifest in names:
                 before = json.loads(self._directory.read(self._manifest))
                 after = json.loads(manifest)

@@ -53,11 +53,19 @@ def test_the_loss_that_op_does_not_fit(loss, weight, op, expected):
     assert bool(text) == bool(expected)
 
 
+class GatheredDice(keras.losses.Dice):
+    """As the warning advises, of the samples of all ranks."""
+
+    def call(self, y_true, y_pred):
+        return super().call(hvd.allgather(y_true), hvd.allgather(y_pred))
+
+
 @pytest.mark.parametrize(
     ("loss", "weight", "expected"),
     [
         (keras.losses.Dice(), None, "The loss dice is computed of the samples"),
         (keras.losses.Dice(axis=(1, 2, 3)), None, ""),
+        (GatheredDice(), None, ""),
         (keras.losses.Tversky(axis=(0, 1)), 1.0, "(axis=(0, 1))"),
         (keras.losses.Tversky(), 0.0, ""),
         (keras.losses.Circle(), 2.0, "(their pairs)"),

@@ -46,6 +46,30 @@ class Block(keras.layers.Layer):
         return x * self.scale
 
 
+class Perceptron(keras.layers.Layer):
+    """Has layers with numbers of its own after the block's name."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [Dense(4, name=f"{self.name}_{i}") for i in (1, 2)]
+
+    def build(self, shape):
+        for part in self.parts:
+            part.build(shape)
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def blocks_with_numbers():
+    # In the first model of a process, perceptron_1 is the second block, and a layer of
+    # the first one.
+    layers = [Perceptron(), Perceptron(), Dense(1)]
+    return compiled(keras.Sequential([keras.Input((4,)), *layers]))
+
+
 class Two(keras.Model):
     """As a GAN: two models in a list, and blocks."""
 
@@ -108,6 +132,7 @@ def pairs(before, now):
         recurrent,
         layers_of_another_model,
         beside_names_of_a_file,
+        blocks_with_numbers,
         features,
     ],
 )

@@ -171,6 +171,15 @@ def test_a_complete_job_predicts_nothing(tmp_path):
     assert (tmp_path / "scores-00002-of-00003.npy").read_bytes() == content
 
 
+def test_a_crash_before_the_first_part_leaves_files_without_content(tmp_path):
+    out = tmp_path / "scores-*.npy"
+    (tmp_path / "_scores.json").touch()
+    (tmp_path / "scores-00000-of-00003.npy").touch()
+    result = predict(out)
+    assert predict(out) == result
+    assert all(path.stat().st_size for path in tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -24,7 +24,7 @@ from hvdtrain.collectives.transport.reduction import Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
 from hvdtrain.native import recorder
 
-# Of a tensor that a broadcast of many copies into a common buffer, at most.
+# A broadcast of many tensors copies those of up to this size into one buffer.
 _PACKED_BYTES = 2**20
 _SAME_CALLBACKS = (
     "Pass callbacks that call collectives, as those of hvd.callbacks, to fit on all "
@@ -306,6 +306,8 @@ def _broadcast_packed(
 ) -> list[tf.Tensor]:
     # Small tensors of a dtype are one buffer: to trace an operation of Horovod takes
     # 10 ms, and a model with its optimizer may have thousands of variables.
+    dtypes_sent = [tensor.dtype for tensor in tensors]
+    tensors = list(map(dtypes.to_carrier, tensors))
     messages = _messages(tensors)
     flat = [
         tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], axis=0)
@@ -330,11 +332,11 @@ def _broadcast_packed(
         parts = tf.split(received, [shape.num_elements() for shape in shapes])
         for i, part, shape in zip(indices, parts, shapes, strict=True):
             results[i] = tf.reshape(part, shape)
-    return results
+    return list(map(dtypes.from_carrier, results, dtypes_sent))
 
 
 def _messages(tensors: list[tf.Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors that are sent together, of one dtype each."""
+    """Return lists of indices; the tensors of a list have one dtype, sent together."""
     small: dict[tf.DType, list[int]] = {}
     alone = []
     for i, tensor in enumerate(tensors):

@@ -1,6 +1,7 @@
 """Copies on this node of files in stores, for libraries that read local files."""
 
 import contextlib
+import errno
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ from hvdtrain.job.files import atomic_write, one_line_errors
 
 # What a process keeps in memory of a file that it copies.
 _WINDOW_BYTES = 1 << 25
+# Errors of the system after which a file may be intact.
+_TEMPORARY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 
 
 def copy_all(files: Sequence[RemoteFile]) -> None:
@@ -66,17 +69,19 @@ def reading_copy(
 ) -> Iterator[None]:
     """Remove the copy of a file if reading it raises one of `errors`.
 
-    Otherwise each later job would read it again, also if the file is intact.
+    Otherwise each later job would read it again, also if the file is intact. After an
+    error of the system that says nothing about the content, the copy stays.
 
     Raises:
         DataError: for such an error, with the file and its copy.
     """
     try:
         yield
-    except errors:
+    except errors as error:
         path = _path(file)
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if not (isinstance(error, OSError) and error.errno in _TEMPORARY):
+            with contextlib.suppress(OSError):
+                path.unlink()
         with one_line_errors(
             f"read {file.path} ({file.size} bytes) from its copy {path}",
             errors=errors,
@@ -88,7 +93,7 @@ def reading_copy(
 
 
 def check_size(file: RemoteFile) -> None:
-    """Raise `OSError` if the copy of a file was truncated; it may have been removed."""
+    """Raise `OSError` if the copy of a file was truncated; return if it is removed."""
     with contextlib.suppress(FileNotFoundError):
         size = _path(file).stat().st_size
         if size != file.size:
