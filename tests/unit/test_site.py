@@ -134,3 +134,10 @@ def test_every_page_but_the_home_starts_with_a_command_or_code():
         if not (lines[0].startswith("# ") and first.startswith("```")):
             late.append(page.name)
     assert not late
+
+
+def test_the_home_shows_the_commands_before_tables_and_pictures():
+    home = (DOCS / "index.md").read_text()
+    first = re.search(r"^(```|\||!).*", home, re.M)
+    assert first.group() == "```sh"
+    assert first.start() < 600
