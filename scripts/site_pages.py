@@ -4,6 +4,7 @@ In docs/reference.md, the text between `<!-- NAME -->` and `<!-- end -->` is for
 of the repository. The site has a table in its place.
 """
 
+import functools
 import html
 import json
 import pathlib
@@ -86,6 +87,7 @@ def variables() -> str:
     )
 
 
+@functools.cache
 def program_flags(name: str) -> str:
     """Return the section of the flags of a program."""
     module = f"hvdtrain.{name}"

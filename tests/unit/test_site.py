@@ -1,8 +1,11 @@
-"""The generated tables, and the pages of the API, have all of the package's names."""
+"""The site's tables and API pages have all names, and its search finds the pages."""
 
+import collections
 import importlib
 import importlib.util
 import inspect
+import json
+import math
 import pathlib
 import re
 import subprocess
@@ -26,6 +29,29 @@ PAGES = {
     "hvdtrain.distribution": "distribution.md",
     "hvdtrain.job": "job.md",
 }
+# What people search for, and a page that has to be among the first three.
+QUERIES = {
+    "quickstart": "index.html",
+    "getting started": "index.html",
+    "tutorial": "training.html",
+    "resume training": "training.html",
+    "resume": "checkpoints.html",
+    "early stopping": "checkpoints.html",
+    "ctrl-c": "preemption.html",
+    "sigterm": "preemption.html",
+    "spot instances": "preemption.html",
+    "hang": "troubleshooting.html",
+    "out of memory": "troubleshooting.html",
+    "gpu": "running.html",
+    "learning rate": "moving/distribute.html",
+    "migrate from horovod": "moving/index.html",
+    "multi-node": "slurm.html",
+    "docker": "containers.html",
+    "jupyter": "python.html",
+    "inference": "predicting.html",
+    "throughput": "metrics.html",
+    "fsdp": "parallelism/fully_sharded.html",
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +61,80 @@ def site_pages():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def search_index(site_pages, tmp_path_factory):
+    """Build the site, and return what its search loads."""
+    settings = pytest.importorskip("mkdocs.config")
+    commands = pytest.importorskip("mkdocs.commands.build")
+    directory = tmp_path_factory.mktemp("site")
+    path = str(ROOT / "mkdocs.yml")
+    config = settings.load_config(path, site_dir=str(directory))
+    # Listing flags starts a process for each program: share them with other tests.
+    config.hooks["scripts/site_pages.py"].program_flags = site_pages.program_flags
+    commands.build(config)
+    return json.loads((directory / "search" / "search_index.json").read_text())
+
+
+class Search:
+    """The site's search, as the worker of the theme computes it with lunr.
+
+    The words of a query match as prefixes. A field scores BM25 with k1=1.2 and b=0,
+    times its boost. A section counts more if it begins a page, or has all words. This
+    class does not remove stop words.
+    """
+
+    def __init__(self, index):
+        self.separator = re.compile(index["config"]["separator"])
+        self.boosts = {
+            name: field["boost"] for name, field in index["config"]["fields"].items()
+        }
+        self.size = len(index["docs"])
+        self.fields = {
+            (section["location"], name): collections.Counter(self.words(section[name]))
+            for section in index["docs"]
+            for name in ("title", "text")
+        }
+        self.uses = collections.Counter(
+            word for counts in self.fields.values() for word in counts
+        )
+
+    def words(self, text):
+        text = re.sub("<[^>]*>", " ", text).lower()
+        return [word for word in self.separator.split(text) if word]
+
+    def rarity(self, word):
+        uses = self.uses[word]
+        return math.log(1 + abs((self.size - uses + 0.5) / (uses + 0.5)))
+
+    def pages(self, query):
+        """Return the pages that match, best first."""
+        scores, found = collections.Counter(), collections.defaultdict(set)
+        prefixes = self.words(query)
+        for (location, name), counts in self.fields.items():
+            for word, count in counts.items():
+                for prefix in filter(word.startswith, prefixes):
+                    score = self.rarity(word) * 2.2 * count / (1.2 + count)
+                    scores[location] += self.boosts[name] * score
+                    found[location].add(prefix)
+        for location in scores:
+            begins = "#" not in location
+            share = len(found[location]) / len(set(prefixes))
+            scores[location] *= 1 + (begins + share) ** 2
+        ranked = [location.partition("#")[0] for location, _ in scores.most_common()]
+        return [*dict.fromkeys(ranked)]
+
+
+def test_the_search_finds_the_page_for_what_people_type(search_index):
+    search = Search(search_index)
+    found = {query: search.pages(query)[:3] for query in QUERIES}
+    missed = {
+        query: found[query]
+        for query, page in QUERIES.items()
+        if page not in found[query]
+    }
+    assert not missed
 
 
 def test_the_reference_has_all_flags_variables_and_exit_codes(site_pages):
