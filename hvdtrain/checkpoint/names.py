@@ -154,6 +154,7 @@ class KerasNames:
         """
         names: dict[str, str] = {}
         given: set[str] = set()
+        classes = {naming.to_snake_case(cls.__name__) for cls in _subclasses(_SCOPES)}
         for each in self._objects():
             # A sharded layer returns the class of Keras from which it was made.
             word = naming.to_snake_case(each.__class__.__name__)
@@ -164,7 +165,10 @@ class KerasNames:
                 names[match[1]] = match[2]
             else:
                 given.add(each.name)
-        classes = {naming.to_snake_case(cls.__name__) for cls in _subclasses(_SCOPES)}
+                # A layer that was made from a layer of another class has its name.
+                word = re.sub(f"{_NUMBER}$", "", each.name)
+                if word in classes:
+                    names[each.name] = word
         for path in paths:
             *scopes, variable = path.split("/")
             words = {scope: classes for scope in scopes if scope not in given}

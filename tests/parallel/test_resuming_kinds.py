@@ -48,15 +48,15 @@ OPTIMIZERS = {
     ),
 }
 SAMPLE = [("pipeline", "averages"), ("model", "accumulators"), ("full", "accumulators")]
+# Each kind once, and each optimizer twice.
+IN_CI = list(zip(KINDS, [*OPTIMIZERS] * 2, strict=True))
 
 
 def cases(sample):
-    """Return all kinds with all optimizers; what is not in `sample` is long."""
-    pairs = itertools.product(KINDS, OPTIMIZERS)
-    return [
-        pytest.param(*pair, marks=[] if pair in sample else pytest.mark.long)
-        for pair in pairs
-    ]
+    """Return all kinds with all optimizers, with the marks of those not in `sample`."""
+    for pair in itertools.product(KINDS, OPTIMIZERS):
+        mark = pytest.mark.long if pair in IN_CI else pytest.mark.release
+        yield pytest.param(*pair, marks=[] if pair in sample else mark)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def assert_same_job(result, expected):
 
 
 @pytest.mark.four_ranks
-@pytest.mark.parametrize(("kind", "optimizer"), cases(SAMPLE))
+@pytest.mark.parametrize(("kind", "optimizer"), [*cases(SAMPLE)])
 def test_a_killed_and_a_finished_job_are_the_uninterrupted_one(
     kind, optimizer, directory, meshes_by_kind, monkeypatch
 ):
@@ -219,8 +219,7 @@ def test_a_killed_and_a_finished_job_are_the_uninterrupted_one(
             np.testing.assert_equal(stored(directory), wanted)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "optimizer"), cases(sample=[]))
+@pytest.mark.parametrize(("kind", "optimizer"), [*cases(sample=[])])
 def test_a_job_continues_on_one_rank_and_on_all(
     kind, optimizer, directory, meshes_by_kind
 ):

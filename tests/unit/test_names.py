@@ -63,6 +63,15 @@ class Perceptron(keras.layers.Layer):
         return x
 
 
+class Rare(Dense):
+    """A layer that is made again as one of its base class, as for a sharded table."""
+
+
+def of_another_class():
+    layers = [Dense.from_config(Rare(4).get_config()) for _ in range(2)]
+    return compiled(keras.Sequential([keras.Input((4,)), *layers]))
+
+
 def blocks_with_numbers():
     # In the first model of a process, perceptron_1 is the second block, and a layer of
     # the first one.
@@ -133,6 +142,7 @@ def pairs(before, now):
         layers_of_another_model,
         beside_names_of_a_file,
         blocks_with_numbers,
+        of_another_class,
         features,
     ],
 )
