@@ -56,7 +56,11 @@ def cases(sample):
     """Return all kinds with all optimizers, with the marks of those not in `sample`."""
     for pair in itertools.product(KINDS, OPTIMIZERS):
         mark = pytest.mark.long if pair in IN_CI else pytest.mark.release
-        yield pytest.param(*pair, marks=[] if pair in sample else mark)
+        marks = [] if pair in sample else [mark]
+        # Four ranks are two replicas of a model on two.
+        if sample and pair == ("model", "slots"):
+            marks.append(pytest.mark.four_ranks)
+        yield pytest.param(*pair, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +192,6 @@ def assert_same_job(result, expected):
     assert result.test_metrics == expected.test_metrics
 
 
-@pytest.mark.four_ranks
 @pytest.mark.parametrize(("kind", "optimizer"), [*cases(SAMPLE)])
 def test_a_killed_and_a_finished_job_are_the_uninterrupted_one(
     kind, optimizer, directory, meshes_by_kind, monkeypatch
