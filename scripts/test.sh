@@ -117,7 +117,7 @@ site() {
 
 # unit [FILES]; in two processes, one for each of two cores.
 unit() {
-  run unit 500 python -m pytest -q -n 2 --dist worksteal \
+  run unit 700 python -m pytest -q -n 2 --dist worksteal \
     -m "not long and not release and not stores" "${@:-tests/unit}"
 }
 
@@ -137,7 +137,7 @@ launched() {
       ;;
     unlike) launcher+=(-H "localhost:1,127.0.0.1:1,$(hostname):2") ;;
   esac
-  run "$HVDTRAIN_REDUCTION $controller -np $ranks" 900 \
+  run "$HVDTRAIN_REDUCTION $controller -np $ranks" 1100 \
     "${launcher[@]}" -np "$ranks" \
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
