@@ -34,9 +34,6 @@ class _Pattern(NamedTuple):
     expression: re.Pattern[str]
     words: list[str]
 
-    def matches(self, path: str) -> bool:
-        return self.expression.fullmatch(path) is not None
-
     def numbers(self, path: str) -> list[int] | None:
         """Return the numbers in a path, 0 where there is none; None for no match."""
         match = self.expression.fullmatch(path)
@@ -96,12 +93,13 @@ class KerasNames:
         """
         patterns = list(map(self._patterns(now), now))
         keys = [first.expression.pattern for first, *_ in patterns]
-        by_key = list(zip(keys, patterns, strict=True))
+        known = [
+            (key, pattern.expression)
+            for key, readings in zip(keys, patterns, strict=True)
+            for pattern in readings
+        ]
         keys_before = [
-            next(
-                (key for key, all_ in by_key if any(p.matches(path) for p in all_)),
-                path,
-            )
+            next((key for key, expression in known if expression.fullmatch(path)), path)
             for path in before
         ]
         return keys, keys_before
