@@ -9,7 +9,9 @@ import functools
 import gc
 import io
 import os
+import pathlib
 import sys
+import tempfile
 
 # Before TensorFlow and MPI start. A stalled collective ends the job.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -109,3 +111,11 @@ def float64():
     keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_floatx("float32")
+
+
+@pytest.fixture
+def directory():
+    """One that rank 0 made; the others have its name only."""
+    with tempfile.TemporaryDirectory() as own:
+        yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
+        hvd.allreduce(0, name="leave_directory")

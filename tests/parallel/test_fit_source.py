@@ -1,8 +1,5 @@
 """`training.fit`: a training on a source, by all ranks and by one process."""
 
-import pathlib
-import tempfile
-
 import keras
 import numpy as np
 import oracle
@@ -39,14 +36,6 @@ def fit(source=SOURCE, *, world=WORLD, **more):
     return training.fit(
         make_model, source, global_batch_size=GLOBAL_BATCH_SIZE, world=world, **more
     )
-
-
-@pytest.fixture
-def directory():
-    """One that rank 0 made; the others have its name only."""
-    with tempfile.TemporaryDirectory() as own:
-        yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
-        hvd.allreduce(0, name="leave_directory")
 
 
 def on_one_process(transform=None):

@@ -4,7 +4,6 @@ import functools
 import math
 import pathlib
 import shutil
-import tempfile
 import warnings
 
 import keras
@@ -80,14 +79,6 @@ def train(
         world=WORLD,
         observers=observers,
     )
-
-
-@pytest.fixture
-def directory():
-    """One that rank 0 made; the others have its name only."""
-    with tempfile.TemporaryDirectory() as own:
-        yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
-        hvd.allreduce(0, name="leave_directory")
 
 
 class LogTestLoss(keras.callbacks.Callback):

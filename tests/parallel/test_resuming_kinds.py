@@ -10,7 +10,6 @@ import itertools
 import json
 import pathlib
 import shutil
-import tempfile
 
 import keras
 import meshes
@@ -69,14 +68,6 @@ def meshes_by_kind():
     yield found
     for mesh in found.values():
         mesh.remove()
-
-
-@pytest.fixture
-def directory():
-    """One that rank 0 made; the others have its name only."""
-    with tempfile.TemporaryDirectory() as own:
-        yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
-        hvd.allreduce(0, name="leave_directory")
 
 
 def make_network(kind, mesh, rate, is_alone):

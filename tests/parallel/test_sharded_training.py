@@ -1,8 +1,5 @@
 """`training.fit` with tables that are sharded over ranks."""
 
-import pathlib
-import tempfile
-
 import keras
 import numpy as np
 import oracle
@@ -26,14 +23,6 @@ def mesh():
     mesh = parallel.Mesh(model=2)
     yield mesh
     mesh.remove()
-
-
-@pytest.fixture
-def directory():
-    """One that rank 0 made; the others have its name only."""
-    with tempfile.TemporaryDirectory() as own:
-        yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
-        hvd.allreduce(0, name="leave_directory")
 
 
 def train_with_tables(mesh, table, *, seed=2, directory=None, callbacks=()):
