@@ -53,7 +53,7 @@ class KerasNames:
         self._model = model
 
     def difference(self, pairs: Iterable[tuple[str, str]]) -> str:
-        """Return the first difference; empty if the paths are those of one model.
+        """Return the first difference, or an empty text if the names are of one model.
 
         Numbers of a class may differ if they have the same order. A number that is
         equal in both does not count: an object that was loaded from a file, or is made

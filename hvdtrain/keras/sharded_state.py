@@ -65,7 +65,8 @@ class ShardedState:
 
     One rank has all of a variable, so one has at least the slots of the largest one.
     The largest are dealt out first, each to the rank with the fewest elements. The
-    weights are bitwise those of a training with replicated state, for every optimizer.
+    weights are bitwise equal to weights trained with replicated state, for every
+    optimizer.
 
     Args:
         optimizer: not a `LossScaleOptimizer`.

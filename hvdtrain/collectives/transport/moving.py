@@ -24,7 +24,7 @@ from hvdtrain.collectives.transport.reduction import Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
 from hvdtrain.native import recorder
 
-# A broadcast of many tensors copies those of up to this size into one buffer.
+# A broadcast copies tensors of at most this size into one buffer for each dtype.
 _PACKED_BYTES = 2**20
 _SAME_CALLBACKS = (
     "Pass callbacks that call collectives, as those of hvd.callbacks, to fit on all "
