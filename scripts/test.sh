@@ -236,18 +236,20 @@ verify() {
 }
 
 release() {
-  run "unit and commands" 3000 \
-    python -m pytest -q -n 3 --dist loadgroup -m release tests/{unit,commands}
+  run "unit and commands" 3000 python -m pytest -q -n 3 --dist loadgroup \
+    -m "release and not engines" tests/{unit,commands}
   launched native mpi 2 -m release tests/parallel
+  with_engines "engines and release"
 }
 
-engines() {
+engines() { with_engines "engines and not release"; }
+
+# with_engines MARKERS: in three processes, since their ranks wait for the engine.
+with_engines() {
   local overlay
   download "Ray, Spark" -r scripts/requirements_engines.txt || return
   local -x PYTHONPATH=$overlay
-  # In three processes: their ranks wait for the engine.
-  run engines 900 \
-    python -m pytest -q -n 3 --dist worksteal -m engines tests/commands
+  run engines 900 python -m pytest -q -n 3 --dist worksteal -m "$1" tests/commands
 }
 
 stores() {

@@ -250,8 +250,10 @@ def main(name, case, folder, options="{}"):
         elif case == "often":
             run_often(on)
         elif case == "full":
+            # With `min_workers` the ranks find room, and may take long to connect.
+            seconds = 120 if getattr(on, "min_workers", None) else 5
             results = hvdtrain.run(
-                rank_and_size, [1], np=RANKS + 1, on=on, start_timeout_seconds=5
+                rank_and_size, [1], np=RANKS + 1, on=on, start_timeout_seconds=seconds
             )
             print("results", results, flush=True)
 

@@ -27,15 +27,19 @@ ENGINE_PATH = os.pathsep.join(filter(None, sys.path))
 LOCAL_PATH = os.pathsep.join([str(HERE / "without"), ENGINE_PATH])
 SPARK = pytest.mark.skipif(not shutil.which("java"), reason="Spark needs Java")
 EXECUTORS = "local-cluster[2,1,1024]"
-SPARK_OF_ONE_PROCESS = pytest.param("local[2]", marks=[pytest.mark.engines, SPARK])
-# For a job that ends otherwise than by its last step: the agents of Spark are the same
-# in one process.
-ENDING_ENGINES = [
+IN_RELEASE = [pytest.mark.engines, pytest.mark.release]
+RAY = pytest.param("ray", marks=pytest.mark.engines)
+RAY_IN_RELEASE = pytest.param("ray", marks=IN_RELEASE)
+SPARK_IN_RELEASE = pytest.param(EXECUTORS, marks=[*IN_RELEASE, SPARK])
+SPARK_OF_ONE_PROCESS = pytest.param("local[2]", marks=[*IN_RELEASE, SPARK])
+# The agents of Spark are the same in one process, and end as on Ray.
+ENDING_ENGINES = ["local", RAY, SPARK_IN_RELEASE]
+ENGINES = [
     "local",
-    pytest.param("ray", marks=pytest.mark.engines),
+    RAY,
     pytest.param(EXECUTORS, marks=[pytest.mark.engines, SPARK]),
+    SPARK_OF_ONE_PROCESS,
 ]
-ENGINES = [*ENDING_ENGINES, SPARK_OF_ONE_PROCESS]
 # The error of a killed rank, and test_preemption.py, cover most of these.
 LONG_ENGINES = [pytest.param("local", marks=pytest.mark.long), *ENDING_ENGINES[1:]]
 CAUSE = "KeyError('no such column')"
@@ -131,7 +135,7 @@ def test_the_example_in_a_notebook(monkeypatch):
     assert "[0]<stdout>:step 47/47" in text
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENDING_ENGINES)
 def test_an_exception_of_a_rank_is_raised_in_the_caller(case, engine):
     job = case(engine, "raised", PYTHONIOENCODING="ascii").wait()
     assert job.returncode == 0, job.text
@@ -154,7 +158,7 @@ def test_a_job_continues_after_a_rank_was_killed(case, expected, tmp_path, engin
     check_a_kill(case, expected, tmp_path, engine, "rank", KILLED)
 
 
-@pytest.mark.parametrize("engine", LONG_ENGINES[:2])
+@pytest.mark.parametrize("engine", [LONG_ENGINES[0], RAY_IN_RELEASE])
 def test_a_job_continues_after_an_agent_was_killed(case, expected, tmp_path, engine):
     check_a_kill(case, expected, tmp_path, engine, "agent", ENDED)
 
@@ -218,7 +222,7 @@ def test_an_error_names_the_rank_that_others_waited_for(case, ending, reason):
 
 @pytest.mark.parametrize("engine", ENDING_ENGINES)
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL]
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.release), signal.SIGKILL]
 )
 def test_the_end_of_the_caller_ends_the_ranks(case, tmp_path, engine, number):
     job = case(engine, "waits")
@@ -250,7 +254,7 @@ def test_many_runs_of_one_caller_leave_nothing_behind(case, engine):
     ("engine", "advice"),
     [
         ("ray", "cluster has {'CPU'"),
-        pytest.param("local[2]", "free core", marks=SPARK),
+        pytest.param("local[2]", "free core", marks=[pytest.mark.release, SPARK]),
     ],
 )
 def test_an_engine_without_room_is_one_line(case, engine, advice):
