@@ -97,6 +97,7 @@ def test_one_process(start, tmp_path):
             assert figures["reduced_bytes"] == 407_080
 
 
+@pytest.mark.long
 def test_a_model_of_ones_own(run, tmp_path):
     (tmp_path / "my_model.py").write_text(MODEL)
     path = tmp_path / "own.json"

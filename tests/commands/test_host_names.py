@@ -117,10 +117,11 @@ CASES = [
     ("host", "way"),
     [
         CASES[0],
-        pytest.param(*CASES[-1], marks=pytest.mark.long),
+        pytest.param(*CASES[-1], marks=pytest.mark.release),
         *(pytest.param(*case, marks=pytest.mark.release) for case in CASES[1:-1]),
     ],
 )
+@pytest.mark.long
 def test_a_job_of_one_host_does_not_need_its_name(program, host, way):
     done = run_on(host, *WAYS[way], program)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -47,6 +47,7 @@ def test_ranks_of_a_job_that_a_test_waits_for_are_forks(run):
 
 
 # mpirun is what cuts lines, and only where several ranks print.
+@pytest.mark.long
 def test_the_lines_of_a_script_are_whole(run):
     program = ["--tag-output", sys.executable, "-c", SCRIPT]
     unbuffered = {"PYTHONUNBUFFERED": "1"}

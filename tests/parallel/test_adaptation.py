@@ -102,7 +102,6 @@ def test_vocabularies_equal_those_of_one_process(name):
     assert learned(share) != learned(expected)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", AXES)
 def test_moments_equal_those_of_one_process(name):
     layer, expected = adapted()[f"moments {name}"], LAYERS.Normalization(AXES[name])
@@ -114,7 +113,6 @@ def test_moments_equal_those_of_one_process(name):
     np.testing.assert_allclose(layer(VALUES), expected(VALUES), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", BINS)
 def test_bins_equal_those_of_one_process(name):
     expected = LAYERS.Discretization(num_bins=7)
@@ -122,7 +120,6 @@ def test_bins_equal_those_of_one_process(name):
     assert adapted()[f"bins {name}"].bin_boundaries == expected.bin_boundaries
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("epsilon", [0.01, 0.05])
 def test_bins_of_more_values_than_are_kept(epsilon, monkeypatch):
     monkeypatch.setattr(adapted_state, "EXACT_VALUES", 1000)

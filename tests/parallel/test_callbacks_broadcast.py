@@ -66,7 +66,6 @@ def test_training_continues_from_the_state_of_rank_0():
     assert oracle.difference(weights_and_state(model), weights_and_state(single)) < 1e-6
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("root_rank", "most"), [(0, 1 << 28), (1, 1 << 28), (1, 100)])
 def test_every_rank_gets_the_root_s_weights(root_rank, most, monkeypatch):
     # At most so many bytes in one broadcast: with 100, some have one variable.
@@ -279,7 +278,6 @@ def test_ranks_with_different_names_are_matched_by_position():
     oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("difference", ["units", "layers"])
 def test_different_models_are_an_error_on_every_rank(difference):
     is_odd = hvd.rank() == 1
@@ -316,7 +314,6 @@ def dropped(model):
     return np.asarray(model.layers[0](np.ones((1, 64), "float32"), training=True)) == 0
 
 
-@pytest.mark.ranks
 def test_ranks_that_are_seeded_alike_drop_different_units():
     model = dropout_model()
     masks = hvd.allgather_object(dropped(model).tobytes(), name="alike")
@@ -960,7 +957,6 @@ def on_rank_0(*callbacks):
     return callbacks if hvd.rank() == 0 else ()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "make",
     [
@@ -978,7 +974,6 @@ def test_a_callback_that_is_missing_on_a_rank_is_named(make):
     assert expected in str(error.value)
 
 
-@pytest.mark.ranks
 def test_the_callback_is_named_whose_collective_the_others_do_not_call():
     first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     inputs, labels = oracle.samples(steps=1)
@@ -1001,7 +996,6 @@ def test_callbacks_without_collectives_may_be_on_one_rank():
 NORMALIZATION = "BatchNormalization updates its moving statistics"
 
 
-@pytest.mark.ranks
 def test_moving_statistics_that_nothing_combines_are_warned_of_once():
     def make(layer):
         dense = keras.layers.Dense(oracle.CLASSES, activation="softmax")

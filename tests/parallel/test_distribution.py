@@ -366,7 +366,6 @@ def test_compile_checks_losses_for_any_optimizer():
             model.compile(distributed_sgd(), [squares, "mse"], loss_weights=[0.5, 1])
 
 
-@pytest.mark.ranks
 def test_the_optimizer_of_the_user_is_over_the_ranks_of_the_data():
     alone = hvd.add_process_set([0])
     with (
@@ -377,7 +376,6 @@ def test_the_optimizer_of_the_user_is_over_the_ranks_of_the_data():
     hvd.remove_process_set(alone)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("reduction", ["sum", None])
 @pytest.mark.parametrize("is_distribution", [True, False])
 def test_losses_that_are_sums_with_op_sum(reduction, is_distribution):
@@ -413,7 +411,6 @@ def test_gradients_of_tables_are_dense_for_an_optimizer_of_the_user():
     assert difference(model.get_weights(), expected.get_weights()) < 1e-12
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("aggregation", "is_named"), [("mean", False), ("none", True)])
 def test_weights_that_a_layer_updates_in_its_call(aggregation, is_named):
     x = np.arange(GLOBAL * STEPS, dtype="float32")[:, None] / GLOBAL

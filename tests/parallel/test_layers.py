@@ -215,7 +215,6 @@ def test_inference_uses_the_moving_statistics_of_this_rank():
     assert float(layer(x, training=False)[0, 0]) == pytest.approx(2.0 + RANK)
 
 
-@pytest.mark.ranks
 def test_a_process_set_normalises_on_its_own():
     sets = [hvd.add_process_set([rank]) for rank in range(SIZE)]
     layer = hvd.SyncBatchNormalization(process_set=sets[RANK])

@@ -59,7 +59,6 @@ class Aggregations(keras.metrics.Metric):
         return {kind: state[0] for kind, state in self.states.items()}
 
 
-@pytest.mark.ranks
 def test_each_variable_is_combined_by_its_aggregation():
     metric = Aggregations()
     metric.update_state(hvd.rank() + 1.0)
@@ -96,7 +95,6 @@ class LargeIoU(keras.metrics.MeanIoU):
         super().update_state(keras.ops.ones_like(y_true), keras.ops.ones_like(y_pred))
 
 
-@pytest.mark.ranks
 def test_a_state_that_is_not_known_to_be_a_sum_is_named_once():
     model = oracle.build_model()
     stated = Largest("stated", aggregation="only_first_replica")
@@ -132,7 +130,6 @@ def test_a_warning_that_is_an_error_blocks_no_rank():
     assert hvd.allgather_object(hvd.rank(), name="after") == list(range(hvd.size()))
 
 
-@pytest.mark.ranks
 def test_a_rank_without_a_batch_is_an_error_on_every_rank():
     metric = keras.metrics.F1Score()
     if hvd.rank() != 1:
@@ -314,7 +311,6 @@ def by_keras_distribution():
         yield model.evaluate(data, verbose=0, return_dict=True)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "path", [by_callback, by_reduce_metrics, by_training_fit, by_keras_distribution]
 )
@@ -334,7 +330,6 @@ def test_each_way_to_a_metric_gives_the_one_of_all_samples(path):
     assert not [text for text in named if "'largest'" in text]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("metric", "axis"),
     [

@@ -102,7 +102,6 @@ def test_arrays_are_those_of_keras():
     np.testing.assert_array_equal(found["score"], one["score"])
 
 
-@pytest.mark.ranks
 def test_a_job_that_failed_predicts_what_is_missing(directory):
     model, out, parts = make_model(), f"{directory}/scores-*.npy", 67
     # In the last part of rank 0.
@@ -152,7 +151,6 @@ def test_a_directory_of_each_rank_is_refused(tmp_path, monkeypatch):
         training.predict(make_model(), X, out="scores-*.npy", world=WORLD, **OPTIONS)
 
 
-@pytest.mark.ranks
 def test_sharded_tables(directory):
     """Ranks with fewer parts call the model as often as the others."""
     ids = np.arange(SAMPLES) * 7 % 19
@@ -177,7 +175,6 @@ def test_sharded_tables(directory):
     np.testing.assert_allclose(gathered, expected, atol=1e-6)
 
 
-@pytest.mark.ranks
 def test_ranks_of_a_replica_predict_together(directory):
     with parallel.Mesh(model=SIZE) as mesh:
         keras.utils.set_random_seed(7)

@@ -280,7 +280,6 @@ def test_fit_where_a_rank_has_no_part_of_a_bucket(make, make_optimizer):
     assert_equal(fitted(True), fitted(False), "fit")
 
 
-@pytest.mark.ranks
 @pytest.mark.four_ranks
 def test_sharded_averages_are_not_swapped():
     model = oracle.build_model()

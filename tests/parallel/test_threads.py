@@ -13,7 +13,7 @@ from hvdtrain.collectives import transport
 RANK, SIZE = hvd.rank(), hvd.size()
 WAIT_SECONDS = 10
 
-pytestmark = [pytest.mark.ranks, pytest.mark.four_ranks]
+pytestmark = pytest.mark.four_ranks
 
 
 class Call(threading.Thread):

@@ -250,7 +250,8 @@ class Halt(keras.callbacks.Callback):
         self.seen = state
 
 
-@pytest.mark.parametrize("epochs", [None, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("epochs", [None, pytest.param(2, marks=pytest.mark.release)])
+@pytest.mark.long
 def test_a_stop_in_the_evaluation_of_an_epoch_does_not_end_the_epoch(tmp_path, epochs):
     def many():
         return input_fn(0, 5).repeat(40)
@@ -296,6 +297,7 @@ def test_a_stop_in_the_evaluation_of_an_epoch_does_not_end_the_epoch(tmp_path, e
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.long
 def test_the_best_of_a_model_checkpoint_is_kept(tmp_path):
     def make_callback():
         return keras.callbacks.ModelCheckpoint(
@@ -350,6 +352,7 @@ def model_checkpoints(directory, names=("best", "worst", "often")):
     ]
 
 
+@pytest.mark.long
 def test_model_checkpoints_of_a_killed_job_write_what_the_others_write(tmp_path):
     """With another order in each run, and one more in the last one."""
     expected, killed = tmp_path / "expected", tmp_path / "killed"

@@ -526,6 +526,7 @@ def test_other_data_from_a_mirror_are_refused(tmp_path, path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.long
 def test_download_of_the_npz_file_happens_once(tmp_path, real_mnist, refused):
     content = (real_mnist / "mnist.npz").read_bytes()
     with server(answer(content)) as url:
@@ -540,6 +541,7 @@ def test_download_of_the_npz_file_happens_once(tmp_path, real_mnist, refused):
     assert dataset.x_train.shape == (60000, 28, 28, 1)
 
 
+@pytest.mark.long
 def test_download_of_idx_files_replaces_a_broken_cache(
     tmp_path, mnist_arrays, monkeypatch
 ):

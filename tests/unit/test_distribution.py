@@ -16,6 +16,7 @@ def test_another_backend_is_an_error(monkeypatch):
         enable.__wrapped__()
 
 
+@pytest.mark.long
 def test_the_import_replaces_nothing():
     code = (
         "import keras, hvdtrain.distribution; from keras.src import backend;"

@@ -152,6 +152,7 @@ def test_exports_compute_the_metrics_that_were_reported(whole):
     assert recorder.exports[0][1].startswith(f"written to {path} in ")
 
 
+@pytest.mark.long
 def test_exports_do_not_change_the_training(whole):
     _, result, _ = whole
     plain, _ = train(None, [])

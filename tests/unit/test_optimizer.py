@@ -259,6 +259,7 @@ def train_and_save(optimizer, policy, path):
     return [variable.numpy() for variable in model.optimizer.variables]
 
 
+@pytest.mark.long
 def test_saved_models_load_without_this_package(tmp_path):
     scaled = keras.optimizers.LossScaleOptimizer(sgd(momentum=0.9))
     optimizers = {

@@ -420,6 +420,7 @@ def test_a_port_that_is_in_use_is_an_error_of_rank_0(servers, own, pool):
             chief.result(timeout=20)
 
 
+@pytest.mark.long
 def test_under_torchrun_rank_0_takes_a_port_that_is_free(servers, pool):
     # The agent has the first, another program the second.
     with socket.create_server(("127.0.0.1", 0)) as agent:

@@ -81,16 +81,17 @@ def assert_equal(results, expected):
         # In a graph, without accumulation: tests/parallel/test_recomputation.py.
         pytest.param(
             *("float32", {"accumulation": 2, "steps_per_execution": 2}),
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         pytest.param(
             "float32",
             {"block_args": ("gelu", "l2"), "run_eagerly": True, "epochs": 1},
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
-        pytest.param("mixed_float16", {}, marks=pytest.mark.long),
+        pytest.param("mixed_float16", {}, marks=pytest.mark.release),
     ],
 )
+@pytest.mark.long
 def test_training_is_equal_bit_for_bit(policy, options):
     keras.config.set_dtype_policy(policy)
     assert_equal(trained(parallel.remat, **options), trained(same, **options))

@@ -80,6 +80,7 @@ def both(request, tmp_path, store):
     ]
 
 
+@pytest.mark.long
 def test_samples_and_their_order_are_those_of_local_files(both):
     local, remote = (make() for make in both)
     assert (remote.is_remote, local.is_remote) == (True, False)

@@ -245,8 +245,9 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(tmp_path, nam
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)]
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.release)]
 )
+@pytest.mark.long
 def test_a_checkpoint_of_two_ranks_continues_on_one(tmp_path, dtype):
     def make_model(optimizer, *, units):
         keras.utils.set_random_seed(1)
@@ -398,8 +399,9 @@ class Unlisted(keras.Model):
 
 @pytest.mark.parametrize(
     ("run_eagerly", "steps_per_execution", "killed_after"),
-    [(False, 4, 2), pytest.param(True, 1, 7, marks=pytest.mark.long)],
+    [(False, 4, 2), pytest.param(True, 1, 7, marks=pytest.mark.release)],
 )
+@pytest.mark.long
 def test_state_that_keras_does_not_list(
     tmp_path, run_eagerly, steps_per_execution, killed_after
 ):
@@ -496,11 +498,12 @@ class CountFromBegin(keras.callbacks.Callback):
         ([(2,), (3,)], (), r"\(2,\) and .* uses \S+ of shape \(3,\)", [4] * 3),
         pytest.param(
             *([(), ()], [CountFromBegin()], "float32 where .* uses none", 4),
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         ([(2,), ()], (), "float32 where .* uses none", 0),
     ],
 )
+@pytest.mark.long
 def test_variables_that_do_not_match_start_anew(
     tmp_path, shapes, callbacks, text, counts
 ):
@@ -633,6 +636,7 @@ def test_a_job_prints_where_it_continues_or_that_it_had_finished(tmp_path):
     assert any(line.startswith("step 12/12, epoch 2/2  loss ") for line in longer)
 
 
+@pytest.mark.long
 def test_a_longer_job_continues_a_finished_one(started):
     result = train(started, max_steps=12)
     assert result.start_step == 10
@@ -1168,6 +1172,7 @@ def test_the_first_batch_does_not_stay_in_memory(tmp_path, run_eagerly, monkeypa
     assert kept == [[None], [None]]
 
 
+@pytest.mark.long
 def test_a_test_set_without_end_is_refused_at_once():
     spec = EvalSpec(input_fn=lambda: batches(0, 20).repeat())
     with pytest.raises(

@@ -126,6 +126,7 @@ class Search:
         return [*dict.fromkeys(ranked)]
 
 
+@pytest.mark.long
 def test_the_search_finds_the_page_for_what_people_type(search_index):
     search = Search(search_index)
     found = {query: search.pages(query)[:3] for query in QUERIES}

@@ -133,6 +133,7 @@ def test_model_and_summary_are_written_to_the_store(address):
     assert "model.keras" in ObjectStore(address).sizes()
 
 
+@pytest.mark.long
 def test_a_job_continues_from_the_newest_of_the_disk_and_the_store(address, tmp_path):
     options = {"local_dir": str(tmp_path / "local"), "upload_every_steps": 4}
     options |= {"keep_max": 2, "save_every_steps": 1}

@@ -372,6 +372,7 @@ class FailingObserver:
         raise KeyError("a bug on purpose")
 
 
+@pytest.mark.long
 def test_an_observer_of_few_methods_does_not_cost_the_last_checkpoint(tmp_path):
     def run(*observers):
         return train(40, pass_steps=20, model_dir=tmp_path, more_observers=observers)[0]
