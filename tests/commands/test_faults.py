@@ -28,13 +28,13 @@ STALL_SECONDS = 10
 LAUNCHERS = ("gloo", "mpi", "mpirun")
 # A killed rank is also in test_{bad_input,run}.py.
 FEW = [
-    ("kill", 0, "step", "mpi"),
-    ("stop", 0, "save", "mpirun"),
     ("hang", 1, "step", "mpirun"),
     ("kill", 1, "step", "hosts"),
     *(
         pytest.param(*case, marks=pytest.mark.release)
         for case in (
+            ("kill", 0, "step", "mpi"),
+            ("stop", 0, "save", "mpirun"),
             ("hang", 0, "step", "hosts"),
             ("kill", 0, "step", "mpirun"),
             ("raise", 1, "step", "gloo"),

@@ -46,7 +46,7 @@ ALL = list(itertools.product(FAULTS, LAUNCHERS))
 FEW = [
     ("py_function", "gloo"),
     ("gil", "mpirun"),
-    ("order", "mpi"),
+    pytest.param("order", "mpi", marks=pytest.mark.release),
     pytest.param("stop", "gloo", marks=pytest.mark.release),
     pytest.param("lock", "hosts", marks=pytest.mark.release),
 ]
@@ -150,13 +150,13 @@ ALL_ENDS = [
     if (fault, phase) != ("child", "init")
 ]
 FEW_ENDS = [
-    ("stop", "init", "mpirun"),
-    ("exec", "end", "mpirun"),
     ("exec", "step", "gloo"),
     ("return", "step", "hosts"),
     *(
         pytest.param(*case, marks=pytest.mark.release)
         for case in (
+            ("stop", "init", "mpirun"),
+            ("exec", "end", "mpirun"),
             ("thread", "first", "gloo"),
             ("exit_thread", "step", "mpi"),
             ("gil", "first", "mpi"),
@@ -244,6 +244,7 @@ def test_a_slow_rank_is_named_with_its_cause(
 
 
 # SIGQUIT and the answers of all ranks: tests/unit/test_guard.py.
+@pytest.mark.release
 def test_a_person_asks_where_the_ranks_are(start, run, tmp_path):
     model_dir = tmp_path / "run"
     job = start(

@@ -32,7 +32,14 @@ CAUSES = {
 @pytest.mark.long
 @pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
 @pytest.mark.parametrize("hosts", [2, 8] if TABLE else [2])
-@pytest.mark.parametrize("fault", CAUSES)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill",
+        "cut",
+        *(pytest.param(f, marks=pytest.mark.release) for f in ("stop", "late", "slow")),
+    ],
+)
 def test_a_fault_of_one_host(fault, hosts):
     names = ",".join(f"host{number + 1}:1" for number in range(hosts))
     command = [

@@ -39,7 +39,7 @@ except tf.errors.AbortedError as error:
 
 
 # Within a host, survivors are tested by tests/unit/test_native_reduction.py.
-@pytest.mark.long
+@pytest.mark.release
 def test_a_killed_rank_is_noticed_by_other_hosts_at_once(run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)
@@ -177,7 +177,7 @@ def test_a_rank_that_is_killed_in_a_ring_is_named_by_the_others(tmp_path):
         assert len(re.findall(reason, text)) == 1, done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_rank_that_is_stopped_in_a_ring_is_waited_for(run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(IN_A_RING)

@@ -29,7 +29,8 @@ if __name__ == "__main__":
 # Gloo itself would wait for this long.
 GLOO = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}
 LAUNCHERS = pytest.mark.parametrize(
-    ("launcher", "mode"), [("gloo", "horovodrun"), ("alone", "run")]
+    ("launcher", "mode"),
+    [("gloo", "horovodrun"), pytest.param("alone", "run", marks=pytest.mark.release)],
 )
 
 

@@ -134,7 +134,7 @@ def test_summary_and_files(alone):
 # horovodrun --mpi calls mpirun: the two compute the same bits.
 @pytest.mark.parametrize(
     "launchers",
-    [("gloo",), pytest.param(("mpi", "mpirun"), marks=pytest.mark.long)],
+    [("gloo",), pytest.param(("mpi", "mpirun"), marks=pytest.mark.release)],
 )
 def test_every_launcher_computes_what_one_process_does(
     alone, train, tmp_path, launchers
@@ -170,7 +170,10 @@ def test_every_launcher_computes_what_one_process_does(
 @pytest.mark.parametrize(
     ("ranks", "mesh", "flags"),
     [
-        (4, "data 2 x pipeline 1 x model 2", ["--model_parallel=2"]),
+        pytest.param(
+            *(4, "data 2 x pipeline 1 x model 2", ["--model_parallel=2"]),
+            marks=pytest.mark.release,
+        ),
         (2, "data 1 x pipeline 2 x model 1", ["--pipeline_stages=2"]),
     ],
 )

@@ -64,7 +64,7 @@ def test_the_lines_of_a_script_are_whole(run):
     )
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_ranks_of_hvdtrain_run_print_no_messages_of_tensorflow(run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import tensorflow as tf\nprint(tf.constant(1).numpy())\n")

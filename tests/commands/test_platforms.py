@@ -64,17 +64,16 @@ def by_horovodrun(tmp_path_factory):
     return of
 
 
+RARER_KINDS = ("chief", "torch", "trainer", "vertex", "sagemaker", "kubernetes")
+
+
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
 @pytest.mark.parametrize(
     "kind",
     [
         "workers",
-        "kubernetes",
-        *(
-            pytest.param(kind, marks=pytest.mark.release)
-            for kind in ("chief", "torch", "trainer", "vertex", "sagemaker")
-        ),
+        *(pytest.param(kind, marks=pytest.mark.release) for kind in RARER_KINDS),
     ],
 )
 def test_two_hosts_of_a_platform_are_those_of_horovodrun(
@@ -119,7 +118,7 @@ def rank_of(job, index):
 
 
 # As a restart policy does, the platform starts each process again by itself.
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.release)])
 def test_a_job_goes_on_when_the_platform_restarts_its_processes(
     start, run, tmp_path, killed
@@ -154,7 +153,7 @@ hvd.allgather_object(0)
     ("end", "code", "line"),
     [
         pytest.param(
-            *("SIGKILL", 137, "was killed by SIGKILL."), marks=pytest.mark.long
+            *("SIGKILL", 137, "was killed by SIGKILL."), marks=pytest.mark.release
         ),
         ("9", 9, "has ended with exit code 9."),
     ],

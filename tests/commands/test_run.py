@@ -42,6 +42,10 @@ ENGINES = [
 ]
 # The error of a killed rank, and test_preemption.py, cover most of these.
 LONG_ENGINES = [pytest.param("local", marks=pytest.mark.long), *ENDING_ENGINES[1:]]
+RELEASE_ENGINES = [
+    pytest.param("local", marks=pytest.mark.release),
+    *ENDING_ENGINES[1:],
+]
 CAUSE = "KeyError('no such column')"
 
 
@@ -158,7 +162,7 @@ def test_a_job_continues_after_a_rank_was_killed(case, expected, tmp_path, engin
     check_a_kill(case, expected, tmp_path, engine, "rank", KILLED)
 
 
-@pytest.mark.parametrize("engine", [LONG_ENGINES[0], RAY_IN_RELEASE])
+@pytest.mark.parametrize("engine", [RELEASE_ENGINES[0], RAY_IN_RELEASE])
 def test_a_job_continues_after_an_agent_was_killed(case, expected, tmp_path, engine):
     check_a_kill(case, expected, tmp_path, engine, "agent", ENDED)
 
@@ -189,7 +193,7 @@ def check_a_kill(case, expected, tmp_path, engine, killed, error):
     assert_equal_weights(tmp_path, expected)
 
 
-@pytest.mark.parametrize("engine", LONG_ENGINES)
+@pytest.mark.parametrize("engine", RELEASE_ENGINES)
 def test_a_rank_that_was_killed_is_an_error(case, engine):
     job = case(engine, "lost").wait()
     assert job.returncode != 0
@@ -200,10 +204,11 @@ def test_a_rank_that_was_killed_is_an_error(case, engine):
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
-        (
+        pytest.param(
             "hangs",
             r"did not call a collective that other ranks waited in\.\n\n"
             r"rank 1 on .* did not enter allreduce .* It is in running_program.py:\d+ ",
+            marks=pytest.mark.release,
         ),
         ("returns", "has returned, and other ranks waited for it in a collective"),
     ],
@@ -241,7 +246,7 @@ def test_the_end_of_the_caller_ends_the_ranks(case, tmp_path, engine, number):
         job.wait()
 
 
-@pytest.mark.parametrize("engine", LONG_ENGINES)
+@pytest.mark.parametrize("engine", RELEASE_ENGINES)
 def test_many_runs_of_one_caller_leave_nothing_behind(case, engine):
     job = case(engine, "often").wait()
     assert results_of(job) == "[(0, 2), (1, 2)] [(0, 2), (18, 2)]"

@@ -192,7 +192,7 @@ def test_a_script_of_horovods_kind(run, tmp_path, script, launcher):
     assert results[0]["last"] < 0.8 * results[0]["first"]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_collective_of_one_rank_is_an_error_within_the_limit(start, tmp_path):
     limits = {
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",

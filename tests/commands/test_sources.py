@@ -66,6 +66,7 @@ def read(folder, source, ranks="*"):
     return dict(by_step)
 
 
+@pytest.mark.release
 def test_a_job_that_is_killed_reads_on_with_other_ranks(train, folder):
     """The last source of a job is killed, the trainings on the others are left."""
     sources = ["formats", "parquet", "mixture"]

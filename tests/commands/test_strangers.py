@@ -63,7 +63,11 @@ for headers in {}, signed:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["gloo", "alone"], ids=["horovodrun", "run"])
+@pytest.mark.parametrize(
+    "launcher",
+    ["gloo", pytest.param("alone", marks=pytest.mark.release)],
+    ids=["horovodrun", "run"],
+)
 def test_a_process_without_the_secret_does_not_enter_a_job(start, tmp_path, launcher):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -16,7 +16,7 @@ VERIFY = [sys.executable, "-m", "hvdtrain.verify", "-np", "2"]
 # forks, and the others are in the tiers verify and release. Other ways to write them
 # are in the tier release.
 SHORT = {"no broadcast"}
-LONG = {"fit", "loop"}
+LONG = {"fit"}
 RELEASE = {
     *("evaluations", "two models", "warm-up", "train_on_batch", "moments of all ranks"),
     *("loss of all batches", "broadcast after the first step", "a sum that is divided"),
