@@ -167,7 +167,7 @@ more_ranks() {
   launched auto hosts 4 -m "four_ranks and not release" "${reducing[@]}"
 }
 
-oracle() { launched auto mpi 2 "${oracles[@]}"; }
+oracle() { launched auto mpi 2 -m "not release" "${oracles[@]}"; }
 
 keras() {
   local files

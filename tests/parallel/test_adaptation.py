@@ -353,7 +353,7 @@ LONG = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long if name in LONG else ())
+        pytest.param(name, marks=pytest.mark.release if name in LONG else ())
         for name in ERRORS
     ],
 )

@@ -189,6 +189,7 @@ def test_a_fit_that_fails_before_the_first_step_leaves_nothing_behind():
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
 
 
+@pytest.mark.long
 def test_an_incomplete_window_of_accumulation_goes_on_in_another_fit():
     def optimizer():
         return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -431,9 +432,9 @@ def normalized_by_one_process():
     "way",
     [
         "callback",
-        pytest.param("by hand", marks=pytest.mark.long),
-        pytest.param("frozen", marks=pytest.mark.long),
-        pytest.param("after a step", marks=pytest.mark.long),
+        pytest.param("by hand", marks=pytest.mark.release),
+        pytest.param("frozen", marks=pytest.mark.release),
+        pytest.param("after a step", marks=pytest.mark.release),
     ],
 )
 def test_normalization_computes_with_the_variables_of_rank_0(way):
@@ -494,7 +495,7 @@ def change_momentum(model):
         (add_to_weight, "1 of 10 variables differ. First: sequential.*bias"),
         pytest.param(
             *(change_rate, "1 of 10 variables differ. First: .*learning_rate"),
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         (change_momentum, "The ranks differ in momentum of SGD: 0.5 on rank 0 and 0.9"),
     ],
@@ -582,7 +583,7 @@ COPIES = {
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=() if way == "load" else pytest.mark.long)
+        pytest.param(way, marks=() if way == "load" else pytest.mark.release)
         for way in COPIES
     ],
 )
@@ -664,7 +665,7 @@ def test_a_callback_that_makes_the_optimizer_plain_is_refused(event, change):
 
 
 @pytest.mark.parametrize(
-    "is_first", [False, pytest.param(True, marks=pytest.mark.long)]
+    "is_first", [False, pytest.param(True, marks=pytest.mark.release)]
 )
 def test_a_model_may_be_compiled_for_inference_at_the_end(is_first):
     model = sgd_model()
@@ -770,7 +771,7 @@ def sgd_model():
 
 
 @pytest.mark.parametrize(
-    "is_same_process", [False, pytest.param(True, marks=pytest.mark.long)]
+    "is_same_process", [False, pytest.param(True, marks=pytest.mark.release)]
 )
 def test_backup_and_restore_on_rank_0(is_same_process, tmp_path):
     uninterrupted = sgd_model()
@@ -910,7 +911,7 @@ def test_join_callback_on_one_rank_is_refused():
         pytest.param(
             "AverageMovingStatistics Join",
             "AverageMovingStatisticsCallback before JoinCallback.",
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         ("StopTogether Join", "StopTogetherCallback before JoinCallback."),
         # On rank 0 alone: refused on every rank.
@@ -996,6 +997,7 @@ def test_callbacks_without_collectives_may_be_on_one_rank():
 NORMALIZATION = "BatchNormalization updates its moving statistics"
 
 
+@pytest.mark.long
 def test_moving_statistics_that_nothing_combines_are_warned_of_once():
     def make(layer):
         dense = keras.layers.Dense(oracle.CLASSES, activation="softmax")

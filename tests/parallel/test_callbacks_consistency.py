@@ -141,7 +141,7 @@ def test_what_the_optimizer_knows_as_local_may_differ():
 
 
 @pytest.mark.parametrize(
-    "is_built", [pytest.param(True, marks=pytest.mark.long), False]
+    "is_built", [pytest.param(True, marks=pytest.mark.release), False]
 )
 def test_moving_averages_are_each_rank_s_own(is_built):
     model = keras.Sequential(

@@ -40,7 +40,7 @@ def train_on_one_process(optimizer, epochs):
     ("make", "validates"),
     [
         pytest.param(
-            keras.optimizers.SGD, True, marks=[pytest.mark.ranks, pytest.mark.long]
+            keras.optimizers.SGD, True, marks=[pytest.mark.ranks, pytest.mark.release]
         ),
         (keras.optimizers.Adam, False),
     ],
@@ -86,7 +86,9 @@ def test_a_window_of_accumulation_spans_two_epochs_of_unequal_length():
     assert int(optimizer.iterations) == 12 // 4
 
 
-@pytest.mark.parametrize("op", ["Average", pytest.param("Sum", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "op", ["Average", pytest.param("Sum", marks=pytest.mark.release)]
+)
 def test_an_open_window_has_the_mean_of_the_batches_that_took_part(op):
     # A window of 4 stays open over the epoch: rank 0 has 1 batch, of gradient 1, the
     # others have 3, of gradient 2. At step 4, one batch of gradient 0 closes it.

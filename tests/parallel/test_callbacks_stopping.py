@@ -54,7 +54,10 @@ def fit(*callbacks, optimizer=None, epochs=3, **fit_args):
     ("every_steps", "last"),
     [
         (3, 5),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((4, 3), (100, 9))),
+        *(
+            pytest.param(*case, marks=pytest.mark.release)
+            for case in ((4, 3), (100, 9))
+        ),
     ],
 )
 def test_all_ranks_stop_at_the_next_question(every_steps, last):
@@ -80,6 +83,7 @@ def test_a_wish_at_the_end_of_an_epoch():
     assert history.epoch == [0, 1]
 
 
+@pytest.mark.release
 def test_without_a_wish_training_goes_on():
     together = hvd.callbacks.StopTogetherCallback(2)
     for _ in range(2):
@@ -108,9 +112,9 @@ def restores_first_epoch(patience):
 @pytest.mark.parametrize(
     ("rank", "patience", "epochs", "use_ema"),
     [
-        pytest.param(0, 2, 3, False, marks=pytest.mark.long),
-        pytest.param(1, 2, 3, False, marks=pytest.mark.long),
-        pytest.param(1, 9, 4, False, marks=pytest.mark.long),
+        pytest.param(0, 2, 3, False, marks=pytest.mark.release),
+        pytest.param(1, 2, 3, False, marks=pytest.mark.release),
+        pytest.param(1, 9, 4, False, marks=pytest.mark.release),
         (1, 2, 3, True),
     ],
 )
@@ -177,9 +181,9 @@ def test_shards_that_one_rank_restores_are_refused():
 @pytest.mark.parametrize(
     ("weight", "every_steps", "steps"),
     [
-        pytest.param(np.nan, 1, 3, marks=pytest.mark.long),
+        pytest.param(np.nan, 1, 3, marks=pytest.mark.release),
         (1e38, 1, 3),
-        pytest.param(1e38, 100, STEPS, marks=pytest.mark.long),
+        pytest.param(1e38, 100, STEPS, marks=pytest.mark.release),
     ],
 )
 def test_a_bad_loss_on_one_rank_stops_all(weight, every_steps, steps):
@@ -254,6 +258,7 @@ def test_a_callback_can_be_copied(tmp_path):
     assert copy.copy(best.model).layers == best.model.layers
 
 
+@pytest.mark.release
 def test_a_worse_epoch_is_not_written(tmp_path):
     class Worse(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

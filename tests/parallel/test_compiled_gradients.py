@@ -86,7 +86,7 @@ def train_shard(model, optimizer, inputs, labels, **more):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    "jit_compile", [False, pytest.param(True, marks=pytest.mark.long)]
+    "jit_compile", [False, pytest.param(True, marks=pytest.mark.release)]
 )
 def test_ranks_equal_one_process(jit_compile):
     """Sparse gradients, accumulation and clipping; with XLA there and without."""
@@ -154,6 +154,7 @@ def forward_in_xla(model):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.long
 def test_moving_statistics_and_masks():
     """`fit` has the states of a loop whose gradients are computed in XLA."""
     inputs, labels = map(oracle.shard, oracle.samples(STEPS))
@@ -176,6 +177,7 @@ def test_moving_statistics_and_masks():
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.release
 def test_a_loop_may_compile_what_it_differentiates():
     """The tape reduces the gradients of a function that XLA compiles."""
     inputs, labels = oracle.samples(STEPS)
@@ -196,6 +198,7 @@ def test_a_loop_may_compile_what_it_differentiates():
     assert oracle.difference(model.get_weights(), weights) < TOLERANCE
 
 
+@pytest.mark.long
 def test_a_step_is_traced_once():
     """XLA compiles one graph for each batch size: the last batch is smaller."""
     inputs, labels = map(oracle.shard, oracle.samples(3))
@@ -219,6 +222,7 @@ def warns_on_rank_0(name):
     return pytest.warns(UserWarning, match=rf"compiles nothing of {name}\.train_step")
 
 
+@pytest.mark.release
 def test_a_step_that_calls_the_one_of_keras():
     class Scaled(keras.Sequential):
         def train_step(self, data):
@@ -255,7 +259,7 @@ def test_a_collective_of_the_forward_pass_is_refused():
         train_shard(model, keras.optimizers.SGD(0.1), *oracle.samples(1))
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["adam", "overflow"])
 def test_mixed_precision(name):
     """Ranks skip a step that overflows on one of them, as without XLA."""
@@ -280,7 +284,7 @@ def test_mixed_precision(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"skip_nonfinite": True}, marks=pytest.mark.long)]
+    "options", [{}, pytest.param({"skip_nonfinite": True}, marks=pytest.mark.release)]
 )
 def test_a_training(options):
     """`training.fit` in XLA, against the one without it."""

@@ -144,7 +144,7 @@ def model(embedding, optimizer):
         # Gradients of rows: the test of outputs and gradients.
         pytest.param(
             *(keras.layers.Embedding, lambda: keras.optimizers.SGD(0.5)),
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         pytest.param(
             *(meshes.Summing, lambda: keras.optimizers.Adam(0.02)),
@@ -269,7 +269,7 @@ def test_a_combination_of_no_ids_is_zero(rows):
         np.testing.assert_array_equal(found, np.zeros((3, 2)))
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_inputs_of_one_table_are_one_gradient_of_it():
     layer = dmp.DistributedEmbedding(
         tables(), dp_input=False, input_table_map=OPTIONS["input_table_map"]

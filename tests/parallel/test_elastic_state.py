@@ -179,9 +179,9 @@ def test_a_fit_without_the_callback_trains_after_a_change_while_passing_over():
     [
         # As when one rank becomes two: 5 of 6 batches are 2.5 of 3, rounded down.
         (5, 3, 1),
-        pytest.param(3, 12, 6, marks=pytest.mark.long),
+        pytest.param(3, 12, 6, marks=pytest.mark.release),
         # All are done: the last one is repeated, since an epoch needs a step.
-        pytest.param(6, 3, 1, marks=pytest.mark.long),
+        pytest.param(6, 3, 1, marks=pytest.mark.release),
     ],
 )
 def test_the_position_in_an_epoch_is_in_proportion_to_its_steps(

@@ -12,7 +12,7 @@ from hvdtrain import parallel
 from hvdtrain.sharding.shards import get_sharding
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
-long = pytest.mark.long
+long = pytest.mark.release
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, LENGTH, BATCH, STEPS = 17, 5, 3, 4, 10
 SLICINGS = ["row", "column"]

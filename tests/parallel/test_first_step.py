@@ -217,7 +217,9 @@ def fit_adapted(name, rows, callbacks=(), share=lambda layer: None):
         *((name, True) for name in ADAPTED),
         *(
             pytest.param(
-                name, False, marks=() if name == "normalization" else pytest.mark.long
+                name,
+                False,
+                marks=() if name == "normalization" else pytest.mark.release,
             )
             for name in ADAPTED
         ),

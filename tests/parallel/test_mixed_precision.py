@@ -49,7 +49,7 @@ def check_ranks_agree(model):
 
 @pytest.mark.parametrize(
     ("accumulation", "steps_per_execution"),
-    [pytest.param(None, 1, marks=pytest.mark.long), (2, 4)],
+    [pytest.param(None, 1, marks=pytest.mark.release), (2, 4)],
 )
 def test_scale_made_by_compile(accumulation, steps_per_execution):
     keras.config.set_dtype_policy("mixed_float16")
@@ -67,7 +67,7 @@ def test_scale_made_by_compile(accumulation, steps_per_execution):
     check_one_more_step_was_skipped_by_all(*models)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_scale_made_by_the_user():
     keras.config.set_dtype_policy("mixed_float16")
 

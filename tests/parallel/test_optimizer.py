@@ -43,9 +43,9 @@ MARKS = {
     "plain": [pytest.mark.ranks, pytest.mark.four_ranks],
     "accumulation_and_clipping": [pytest.mark.four_ranks],
     # Keras clips by all three norms in one place, and decays before the moving average.
-    "clipnorm": [pytest.mark.long],
-    "clipvalue": [pytest.mark.long],
-    "weight_decay": [pytest.mark.long],
+    "clipnorm": [pytest.mark.release],
+    "clipvalue": [pytest.mark.release],
+    "weight_decay": [pytest.mark.release],
 }
 TOLERANCE = 1e-6
 
@@ -115,7 +115,7 @@ def test_fit_equals_the_big_batch(optimizer, feature):
     "feature",
     [
         "accumulation_and_clipping",
-        pytest.param("ema", marks=pytest.mark.long),
+        pytest.param("ema", marks=pytest.mark.release),
         "steps_per_execution",
     ],
 )
@@ -131,7 +131,11 @@ def test_train_step_equals_the_big_batch(feature):
 
 @pytest.mark.parametrize(
     "feature",
-    ["accumulation_and_clipping", "ema", pytest.param("plain", marks=pytest.mark.long)],
+    [
+        "accumulation_and_clipping",
+        "ema",
+        pytest.param("plain", marks=pytest.mark.release),
+    ],
 )
 def test_custom_loop_equals_the_big_batch(feature):
     model = train_shard(distributed("momentum", feature), oracle.train_by_loop)

@@ -54,7 +54,7 @@ def with_more_ranks(names, long=()):
     *others, last = names
     return [
         *(
-            pytest.param(name, marks=pytest.mark.long if name in long else ())
+            pytest.param(name, marks=pytest.mark.release if name in long else ())
             for name in others
         ),
         pytest.param(last, marks=[ranks, four_ranks]),

@@ -402,14 +402,14 @@ def fit_all_and_own(data, *, epochs=1):
     return expected, found
 
 
-@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.release), 4])
 def test_means_that_differ_alike_in_each_step(epochs):
     data = batches_of_all_ranks(steps=1, size=8) + 5 * np.arange(SIZE)[:, np.newaxis]
     expected, found = fit_all_and_own(np.repeat(data, 12, axis=0), epochs=epochs)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.release), 4])
 def test_of_shuffled_data_the_variance_is_a_little_low(epochs):
     data = batches_of_all_ranks(steps=100, size=8)
     (mean, variance, _), (found_mean, found_variance, _) = fit_all_and_own(
