@@ -208,6 +208,8 @@ RELEASE = {
     *("with loss", "constrained", "nests", "clipvalue", "lion", "nadam", "clipnorm"),
     *("keep, global clipnorm", "all sharded", "none sharded", "loss scale, graph"),
     *("multi, graph", "sharded state, ema", "ema overwriting", "sgd"),
+    *("attention", "regularized", "remat before", "others", "batch norm", "ema, graph"),
+    *("schedule free", "frozen backbone", "adamw without names"),
 }
 
 
