@@ -6,7 +6,7 @@ function on the ranks of a new job. Importing `hvdtrain` itself loads no TensorF
 
 from typing import TYPE_CHECKING
 
-from hvdtrain import lazy
+from hvdtrain import interruption, lazy
 
 if TYPE_CHECKING:
     from hvdtrain.runner.engine import RunError as RunError
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hvdtrain.runner.spark import Spark as Spark
 
 __version__ = "0.1.0"
+
+interruption.end_program_on_signals()
 
 __getattr__ = lazy.getattr_of(
     __name__,

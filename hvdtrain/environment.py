@@ -11,6 +11,8 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from hvdtrain.interruption import SIGNAL_FILE
+
 STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 JOB_SECRET = "HOROVOD_JOB_SECRET"
@@ -54,6 +56,8 @@ VARIABLES = {
     "0 for no limit.",
     "HVDTRAIN_JOB": "Text that distinguishes jobs of HVDTRAIN_SIZE at one address. "
     "Rank 0 then takes the first of 16 ports that is free.",
+    SIGNAL_FILE: "Set by horovodrun and hvdtrain.launch for their ranks: a file with "
+    "the signal that they have received; they send their ranks another.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
     "HVDTRAIN_RANK": "Rank of this process, for HVDTRAIN_SIZE. By default "

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from absl import flags
 
-from hvdtrain import output
+from hvdtrain import interruption, output
 from hvdtrain.flight import member
 from hvdtrain.job import JobError, signals
 from hvdtrain.job.ending import stop
@@ -47,7 +47,6 @@ _SIGNAL_OF_LAUNCHER_SECONDS = 5.0
 # its collectives has failed before, because another rank has ended.
 _SIGNAL_TO_RANK_0_SECONDS = 0.3
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _INDENT = " " * 6
 # The first is the exit code of this process, once it has a reason to end. A later
 # signal of the launcher, because another rank has ended first, does not change it.
@@ -76,7 +75,8 @@ def run(
     _open_closed_streams()
     warnings.formatwarning = _warning_line
     output.write_whole_lines()
-    signals.subscribe(_SIGNALS, _report_signal)
+    interruption.restore_handlers()
+    signals.subscribe(interruption.SIGNALS, _report_signal)
     try:
         arguments = flags.FLAGS(sys.argv)[1:]
         if arguments and not operands:
@@ -192,7 +192,9 @@ def _report_signal(number: int) -> NoReturn:
     if _exit_codes:
         _end(_exit_codes[0])
     # On Ctrl-C launchers send SIGTERM or SIGUSR1 to all ranks: one prints a line.
-    prints = launch().rank == 0 or number == signal.SIGINT
+    # horovodrun and hvdtrain.launch print it themselves.
+    is_launched = interruption.SIGNAL_FILE in os.environ
+    prints = not is_launched and (launch().rank == 0 or number == signal.SIGINT)
     if prints and not _is_collective_failure(_handled_exception()):
         reason = f"Stopped by {signal.Signals(number).name}."
         _write_reason(reason, timeout_seconds=_SIGNAL_WRITE_SECONDS)

@@ -1,13 +1,17 @@
 """Environment variables and process names of launchers and schedulers."""
 
+import contextlib
 import dataclasses
 import os
+import pathlib
+import signal
 import sys
 from collections.abc import Mapping, MutableMapping
 from importlib import metadata
 
 from hvdtrain.addresses import GLOO_INTERFACE
 from hvdtrain.environment import JOB_SECRET
+from hvdtrain.interruption import SIGNAL_FILE
 from hvdtrain.job.world import JobError
 from hvdtrain.processes import ProcessStat, read_ancestors, read_environment
 
@@ -90,6 +94,15 @@ def gloo_variables(*, address: str, port: int, interface: str) -> dict[str, str]
     }
 
 
+def signal_name(number: int) -> str:
+    """Return the name of the signal that has reached the launcher; else of `number`."""
+    with contextlib.suppress(OSError):
+        name = pathlib.Path(os.environ.get(SIGNAL_FILE, "")).read_bytes().decode()
+        if name in signal.Signals.__members__:
+            return name
+    return signal.Signals(number).name
+
+
 def find_process() -> tuple[int, ProcessStat] | None:
     """Return the nearest ancestor of this process that starts ranks, if any."""
     found = (each for each in read_ancestors() if each[1].name in PROCESSES)
@@ -108,7 +121,7 @@ def is_gloo(environ: Mapping[str, str]) -> bool:
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables that make a process a rank of a job."""
-    return _without(environ, (*_SLOT, *_RENDEZVOUS, JOB_SECRET))
+    return _without(environ, (*_SLOT, *_RENDEZVOUS, JOB_SECRET, SIGNAL_FILE))
 
 
 def drop_stale(environ: MutableMapping[str, str]) -> None:

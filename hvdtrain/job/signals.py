@@ -37,7 +37,8 @@ def subscribe(numbers: Iterable[int], callback: Callback) -> None:
 
     The newest subscriber is called first. A callback that returns True has handled the
     signal, and older subscribers are not called. A signal that no callback has handled
-    ends the process at once with exit code 128 + its number.
+    ends the process at once with exit code 128 + its number. A SIGHUP that the process
+    ignores, because nohup has started it, stays ignored.
 
     Args:
         numbers: signals, as `signal.SIGTERM`.
@@ -46,6 +47,9 @@ def subscribe(numbers: Iterable[int], callback: Callback) -> None:
     """
     global _subscribers
     _start_thread()
+    # nohup ignores SIGHUP, for a job that outlives its terminal.
+    is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = set(numbers) - ({signal.SIGHUP} if is_kept else set())
     _subscribers = (*_subscribers, (frozenset(numbers), callback))
     for number in numbers:
         # None is a handler that C code has installed, which Python cannot restore.

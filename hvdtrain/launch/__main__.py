@@ -11,8 +11,8 @@ CLUSTER_SPEC or HVDTRAIN_SIZE, let it start this program on each: the job has
 --nproc_per_node ranks on each host.
 
 The first rank that fails ends the others on its host, and this program with its exit
-code. Those on other hosts fail at their next collective. SIGTERM, SIGINT, SIGUSR1 and
-SIGUSR2 ask the ranks to stop, as SIGTERM, within HOROVOD_TERMINATION_SECONDS.
+code. Those on other hosts fail at their next collective. SIGTERM, SIGINT, SIGHUP,
+SIGUSR1 and SIGUSR2 ask the ranks to stop within HOROVOD_TERMINATION_SECONDS.
 """
 
 import itertools
@@ -25,7 +25,7 @@ import time
 
 from absl import flags
 
-from hvdtrain import environment, program
+from hvdtrain import environment, interruption, program
 from hvdtrain.job import JobError, cores, declared_size, platforms, signals
 from hvdtrain.runner.caller import run_once
 from hvdtrain.runner.engine import Local, RunError
@@ -43,7 +43,6 @@ _MODULE = flags.DEFINE_bool(
     "module", False, "The program is a module, as of python -m.", short_name="m"
 )
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # A launcher or a batch system may deliver one request twice.
 _SAME_REQUEST_SECONDS = 1.0
 _START_SECONDS = 60.0
@@ -86,19 +85,15 @@ class _StopRequest:
         self.number, self._seconds = self.number or number, self._seconds or now
         return True
 
-    def for_ranks(self) -> int:
-        """Return the signal for the ranks, as that of horovodrun; 0 for none."""
-        return signal.SIGTERM if self.number else 0
-
 
 def main(command: list[str]) -> None:
     """Start the ranks, and wait for their end."""
     request = _StopRequest()
-    signals.subscribe(_SIGNALS, request.receive)
+    signals.subscribe(interruption.SIGNALS, request.receive)
     work = Work(
         command=(sys.executable, *(["-m"] if _MODULE.value else []), *command),
         task=_read_task(),
-        stop_signal=request.for_ranks,
+        stop_signal=lambda: request.number,
         stop_seconds=_stop_seconds(),
     )
     try:

@@ -25,6 +25,7 @@ import psutil
 from hvdtrain import output
 from hvdtrain.environment import JOB_SECRET
 from hvdtrain.flight import descendants
+from hvdtrain.interruption import SIGNAL_FILE
 from hvdtrain.job import launchers
 from hvdtrain.job.formation import host_identity
 from hvdtrain.runner import channel
@@ -45,18 +46,19 @@ _REMOVED = (
 )
 
 
-def serve(address: channel.Address, slots: int = 1) -> None:
+def serve(address: channel.Address, slots: int = 1, *, caller: int = 0) -> None:
     """Start the ranks that the caller assigns; return when the job has ended.
 
     Args:
         slots: number of ranks that this agent can start.
+        caller: PID of the caller, if it is the parent of this process.
 
     Raises:
-        OSError: the caller is not reached within a minute.
+        OSError: the caller has ended, or is not reached within a minute.
     """
     hello = channel.Hello(host_identity(), socket.gethostname(), slots)
     with channel.connect(
-        address, hello, timeout_seconds=_CONNECT_SECONDS
+        *(address, hello), timeout_seconds=_CONNECT_SECONDS, caller=caller
     ) as connection:
         start = _receive(connection)
         if not isinstance(start, channel.StartRanks):
@@ -91,8 +93,12 @@ def _run_ranks(connection: Connection, start: channel.StartRanks) -> bool:
         stack.callback(descendants.end, lambda: _programs(start))
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(connection, selectors.EVENT_READ)
+        signal_file = _memory_file(b"")
+        stack.callback(os.close, signal_file)
+        path = f"/proc/{os.getpid()}/fd/{signal_file}"
         running = []
-        for number in start.environments:
+        for number, environment in start.environments.items():
+            environment[SIGNAL_FILE] = path
             rank = stack.enter_context(contextlib.closing(_Rank(start, number)))
             running.append(rank)
             for stream in rank.streams:
@@ -106,8 +112,9 @@ def _run_ranks(connection: Connection, start: channel.StartRanks) -> bool:
                     _forward(connection, selector, *key.data)
                     continue
                 if isinstance(request := _receive(connection), channel.AskRanks):
+                    os.write(signal_file, signal.Signals(request.number).name.encode())
                     for rank in running:
-                        rank.ask(request.number)
+                        rank.ask(signal.SIGTERM)
                     continue
                 # The caller has ended, or ends the job.
                 selector.unregister(connection)
@@ -343,15 +350,20 @@ def _base_environment(*, is_function: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    """Read address, number of slots and PYTHONPATH from stdin, and serve."""
+    """Read address, slots, PYTHONPATH and the caller's PID from stdin, and serve."""
     # The ranks share the cores of this process. Without the name, `job.cores` takes the
     # launcher of the caller for theirs, and each rank uses all cores of the caller.
     pathlib.Path("/proc/self/comm").write_text(launchers.AGENT)
     with os.fdopen(0, "rb", closefd=False) as stdin:
-        address, slots, python_path = pickle.load(stdin)
+        address, slots, python_path, caller = pickle.load(stdin)
     # For programs that the ranks start: until now it is the caller's `sys.path`.
     os.environ["PYTHONPATH"] = python_path
-    serve(address, slots)
+    try:
+        serve(address, slots, caller=caller)
+    except OSError:
+        # A caller that has ended reads no error.
+        if os.getppid() == caller:
+            raise
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Both ends authenticate with the job's key before anything is unpickled.
 
 import contextlib
 import dataclasses
+import os
 import pickle
 import secrets
 import socket
@@ -69,7 +70,11 @@ class StartRanks:
 
 @dataclasses.dataclass(frozen=True)
 class AskRanks:
-    """Request to send a signal to the ranks, which end by themselves."""
+    """Request to send SIGTERM to the ranks, which end by themselves.
+
+    Attributes:
+        number: the signal that the caller has received.
+    """
 
     number: int
 
@@ -160,11 +165,16 @@ class Listener:
         self._socket.close()
 
 
-def connect(address: Address, hello: Hello, *, timeout_seconds: float) -> Connection:
+def connect(
+    address: Address, hello: Hello, *, timeout_seconds: float, caller: int = 0
+) -> Connection:
     """Connect an agent to the caller, which receives `hello` with its interfaces.
 
+    Args:
+        caller: PID of the caller, if it is the parent of this process.
+
     Raises:
-        OSError: the caller is not reached within `timeout_seconds`.
+        OSError: the caller has ended, or is not reached within `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -176,7 +186,8 @@ def connect(address: Address, hello: Hello, *, timeout_seconds: float) -> Connec
         for host in interfaces:
             with contextlib.suppress(OSError):
                 return _connection(_connect(host, address, greeting))
-        if time.monotonic() > deadline:
+        has_ended = caller and os.getppid() != caller
+        if has_ended or time.monotonic() > deadline:
             reason = "it has ended, or a firewall is between them"
             if address.hosts == (LOOPBACK,):
                 reason = "it has ended, or is on a host with no IPv4 address but this"

@@ -77,7 +77,9 @@ class Local:
             assert process.stdin is not None
             python_path = os.environ.get("PYTHONPATH", "")
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(pickle.dumps((address, size, python_path)))
+                process.stdin.write(
+                    pickle.dumps((address, size, python_path, os.getpid()))
+                )
                 process.stdin.close()
 
             def failure() -> str:

@@ -64,7 +64,7 @@ class Work:
         command: a program and its arguments, in place of a function.
         task: this host in a job of a platform, whose ranks find each other by
             themselves; None for a job of its own.
-        stop_signal: returns the signal by which the ranks are to end; 0 for none.
+        stop_signal: returns the signal that asks for the end of the ranks; 0 for none.
         stop_seconds: how long they have for it.
     """
 

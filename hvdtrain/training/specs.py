@@ -224,6 +224,7 @@ class RunConfig:
     stop_signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
         signal.SIGINT,
+        signal.SIGHUP,
         signal.SIGUSR1,
         signal.SIGUSR2,
     )

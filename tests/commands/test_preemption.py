@@ -32,8 +32,8 @@ def as_a_terminal(job):
 
 
 # The launcher of the first run, how it is stopped, and what it prints. None: the job is
-# only killed. The launcher sends SIGTERM to the ranks on Ctrl-C; test_bad_input.py does
-# this without checkpoints.
+# only killed. The launcher sends SIGTERM to the ranks on Ctrl-C, and they name Ctrl-C;
+# test_bad_input.py does this without checkpoints.
 @pytest.mark.parametrize(
     ("launcher", "stop", "cause"),
     [
@@ -42,7 +42,7 @@ def as_a_terminal(job):
             *("mpirun", to_rank_1, "SIGUSR1 on rank 1"), marks=pytest.mark.long
         ),
         pytest.param(
-            *("gloo", as_a_terminal, "SIGTERM on rank "), marks=pytest.mark.release
+            *("gloo", as_a_terminal, "SIGINT on rank "), marks=pytest.mark.release
         ),
     ],
 )

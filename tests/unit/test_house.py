@@ -42,7 +42,7 @@ FLOORS = [
         "output",
     ],
     ["events"],
-    ["processes"],
+    ["interruption", "processes"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 MAX_LOCAL_IMPORTS = 5

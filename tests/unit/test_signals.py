@@ -199,6 +199,55 @@ time.sleep(1000)
     assert code == 128 + signal.SIGTERM
 
 
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    script = """
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signals.subscribe([signal.SIGHUP, signal.SIGTERM], lambda number: write(number))
+os.kill(os.getpid(), signal.SIGHUP)
+block()
+"""
+    assert signalled(script, signal.SIGTERM)[1] == ["ready", "15"]
+
+
+# A module that takes long to import, where Python ignores exceptions.
+SLOW = """
+import time
+
+class Slow:
+    def __del__(self):
+        print("ready", flush=True)
+        time.sleep(60)
+
+Slow()
+"""
+OWN = [sys.executable, "-m", "hvdtrain.mnist"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("command", "module", "line"),
+    [
+        (OWN, "absl", "Stopped by {}.\n"),
+        (["horovodrun", "-np", "2", *OWN], "yaml", "horovodrun: stopped by {}\n"),
+    ],
+)
+def test_a_signal_in_an_import_ends_a_program(tmp_path, command, module, line, number):
+    (tmp_path / f"{module}.py").write_text(SLOW)
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    ) as program:
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(number)
+        _, errors = program.communicate(timeout=TIMEOUT_SECONDS)
+    assert errors == line.format(number.name)
+    assert program.returncode == 128 + number
+
+
 END = """
 import subprocess
 from horovod.runner.common.util import safe_shell_exec

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from hvdtrain import environment, program
+from hvdtrain import environment, interruption, program
 from hvdtrain.job.world import JobError, PreemptedError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -187,6 +187,7 @@ def test_all_variables_that_are_read_are_listed():
     limits = re.findall(r"_number\(([A-Z_]+),", inspect.getsource(environment))
     named = {getattr(environment, name) for name in limits}
     read |= {name for name in named if name.startswith("HVDTRAIN_")}
+    read.add(interruption.SIGNAL_FILE)
     assert read == set(environment.VARIABLES)
 
 
