@@ -5,7 +5,9 @@ long, and where Python ignores exceptions, as in callbacks of the import system 
 finalizers, the signal is lost.
 """
 
+import contextlib
 import os
+import pathlib
 import signal
 import sys
 from types import FrameType
@@ -46,6 +48,17 @@ def restore_handlers() -> None:
     """Restore what `end_program_on_signals` has replaced."""
     while _replaced:
         signal.signal(*_replaced.popitem())
+
+
+def launcher_signal() -> str:
+    """Return the name of the signal that the launcher has received; empty for none."""
+    path = os.environ.get(SIGNAL_FILE, "")
+    with contextlib.suppress(OSError):
+        # On another host than the launcher's it may be any file, or a pipe.
+        if os.readlink(path).startswith("/memfd:"):
+            name = pathlib.Path(path).read_text(errors="replace")
+            return name if name in signal.Signals.__members__ else ""
+    return ""
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

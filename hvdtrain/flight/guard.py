@@ -28,6 +28,7 @@ from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.stacks import read_stacks, without_receiver
 from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.flight.task import Task
+from hvdtrain.interruption import launcher_signal
 
 # A process that signal N has ended is reported with exit code 128 + N.
 _OF_A_SIGNAL = 128
@@ -97,6 +98,8 @@ class Guard:
                 self._stack_text = ""
         # What it wrote before it ended.
         self._read(0.0)
+        if self._exit_code is None and self._is_stopped():
+            self._exit_code = _OF_A_SIGNAL + signal.SIGTERM
         if self._exit_code is None:
             self._report_death()
         elif self._leaves_records():
@@ -360,6 +363,11 @@ class Guard:
         stack = f"{self._stack_text.rstrip()}\n" if self._stack_text else ""
         if not self._killed:
             _print(f"{stack}{text}\nRecords: {self._shared.directory}\n")
+
+    def _is_stopped(self) -> bool:
+        """Return whether the launcher has ended the rank, and names a signal."""
+        is_cause = self._killed or deaths.is_fatal(self._stack_text)
+        return bool(launcher_signal()) and not is_cause
 
     def _leaves_records(self) -> bool:
         """Return whether a rank that leaves has taken part in a job that fails.

@@ -1,6 +1,7 @@
 """The report of a failed collective that a user's script does not catch."""
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -73,7 +74,8 @@ def explain_failed_collectives() -> None:
     The cause replaces the traceback, which repeats each frame in the text of
     TensorFlow's error. As in Keras, `keras.config.disable_traceback_filtering()` or
     `tf.debugging.disable_traceback_filtering()` brings back the complete traceback.
-    A `PreemptedError` is one line, and the exit code of the script. Other exceptions
+    A `PreemptedError` is one line, and the exit code of the script. A
+    `KeyboardInterrupt` has the frames of the script alone. Other exceptions
     are printed as before. In a job of several ranks the process then
     ends, also if threads that are not daemons run.
     """
@@ -86,14 +88,18 @@ def explain_failed_collectives() -> None:
     ) -> None:
         if isinstance(error, PreemptedError):
             _end_preempted(error)
+        is_interrupt = isinstance(error, KeyboardInterrupt)
         is_consequence = is_collective_failure(error)
         if is_consequence and launch().launcher:
             time.sleep(_PATIENCE_SECONDS)
         if is_consequence and _is_filtered():
             sys.stderr.write(_report(error, trace))
+        elif is_interrupt and _is_filtered():
+            sys.stderr.write("".join([*_own_frames(trace), "KeyboardInterrupt\n"]))
         else:
             previous(kind, error, trace)
-        end_despite_threads()
+        # The code with which Python ends after Ctrl-C.
+        end_despite_threads(128 + signal.SIGINT if is_interrupt else 1)
 
     setattr(explain, _EXPLAINS, True)
     sys.excepthook = explain
@@ -117,17 +123,22 @@ def _is_filtered() -> bool:
     )
 
 
+def _own_frames(trace: TracebackType | None) -> list[str]:
+    """Return the lines of a traceback without those of the packages."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith(("<frozen ", *_PACKAGES))
+    ]
+    return traceback.format_list(frames)
+
+
 def _report(error: BaseException, trace: TracebackType | None) -> str:
     cause = _CAUSE.format(
         rank=launch().rank,
         host=socket.gethostname(),
         limit=os.environ[STALL_SHUTDOWN],
     )
-    frames = [
-        frame
-        for frame in traceback.extract_tb(trace)
-        if not frame.filename.startswith(("<frozen ", *_PACKAGES))
-    ]
     lines = str(error).splitlines() or [""]
     signs = ("Horovod", NATIVE_FAILURE)
     signed = [line for line in lines if any(sign in line for sign in signs)]
@@ -135,7 +146,7 @@ def _report(error: BaseException, trace: TracebackType | None) -> str:
     return "".join(
         [
             cause,
-            *traceback.format_list(frames),
+            *_own_frames(trace),
             f"{type(error).__name__}: {reason}\n",
             f"{conclusion}\n" if (conclusion := member.conclusion()) else "",
         ]

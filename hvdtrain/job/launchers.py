@@ -1,10 +1,7 @@
 """Environment variables and process names of launchers and schedulers."""
 
-import contextlib
 import dataclasses
 import os
-import pathlib
-import signal
 import sys
 from collections.abc import Mapping, MutableMapping
 from importlib import metadata
@@ -92,15 +89,6 @@ def gloo_variables(*, address: str, port: int, interface: str) -> dict[str, str]
         GLOO_INTERFACE: interface,
         "NCCL_SOCKET_IFNAME": interface,
     }
-
-
-def signal_name(number: int) -> str:
-    """Return the name of the signal that has reached the launcher; else of `number`."""
-    with contextlib.suppress(OSError):
-        name = pathlib.Path(os.environ.get(SIGNAL_FILE, "")).read_bytes().decode()
-        if name in signal.Signals.__members__:
-            return name
-    return signal.Signals(number).name
 
 
 def find_process() -> tuple[int, ProcessStat] | None:

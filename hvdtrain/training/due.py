@@ -19,7 +19,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from hvdtrain.job import World, launchers, signals
+from hvdtrain.interruption import launcher_signal
+from hvdtrain.job import World, signals
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.keras import Sum, allreduce
@@ -215,7 +216,8 @@ def stopping_on(
 
     def postpone(number: int) -> bool:
         received.append(clock())
-        requests.stop(f"{launchers.signal_name(number)} on rank {rank}")
+        name = launcher_signal() or signal.Signals(number).name
+        requests.stop(f"{name} on rank {rank}")
         return received[-1] - received[0] <= _SAME_REQUEST_SECONDS
 
     signals.subscribe(numbers, postpone)

@@ -25,6 +25,7 @@ from hvdtrain.flight.ring import Moment
 from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.flight.task import Task
+from hvdtrain.interruption import SIGNAL_FILE
 from hvdtrain.job import JobError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -200,6 +201,15 @@ def test_the_records_of_a_killed_rank_are_kept(start):
 )
 def test_the_signal_or_exit_code_is_named(start, ending, words):
     assert start(ending).end().startswith(f"rank 0 on {HOST} {words}\n")
+
+
+def test_nothing_is_printed_of_a_rank_that_its_launcher_ends(start, monkeypatch):
+    # The launcher has received Ctrl-C, and prints a line by itself.
+    with os.fdopen(os.memfd_create("horovodrun-signal"), "w") as file:
+        monkeypatch.setenv(SIGNAL_FILE, f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        file.write("SIGINT")
+        file.flush()
+        assert start("os.kill(os.getpid(), signal.SIGTERM)").end() == ""
 
 
 def test_nothing_is_left_of_a_rank_that_exits(start):

@@ -68,6 +68,13 @@ def test_a_preemption_is_one_line_and_the_exit_code(
     assert printed_before == []
 
 
+def test_an_interrupt_shows_the_frames_of_the_script(printed_before, capsys):
+    leave_uncaught(KeyboardInterrupt())
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == ["    raise error", "KeyboardInterrupt"]
+    assert printed_before == []
+
+
 def test_without_filtering_the_traceback_is_complete(printed_before, capsys):
     keras.config.disable_traceback_filtering()
     try:
