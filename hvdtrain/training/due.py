@@ -40,6 +40,8 @@ MAX_GROWTH = 4
 # A request may arrive twice: from a launcher, and from the sender itself where it
 # signals all processes of a group or of a job of Slurm.
 _SAME_REQUEST_SECONDS = 1.0
+# By which batch systems ask for a checkpoint, before they end the job.
+_REQUESTS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 
 
 class Requests:
@@ -211,20 +213,40 @@ def stopping_on(
     The first signal asks all ranks to save at the same step and to stop there. One
     that arrives more than a second later ends this process at once, as before. The
     message of the stop contains `rank`.
+
+    After the block SIGUSR1 and SIGUSR2, if they are among `numbers`, are held for the
+    next block. They only ask for a checkpoint, and would end the process.
     """
     received: list[float] = []
 
     def postpone(number: int) -> bool:
         received.append(clock())
-        name = launcher_signal() or signal.Signals(number).name
-        requests.stop(f"{name} on rank {rank}")
+        requests.stop(f"{_name(number)} on rank {rank}")
         return received[-1] - received[0] <= _SAME_REQUEST_SECONDS
 
     signals.subscribe(numbers, postpone)
+    signals.unsubscribe(_hold)
+    if _held:
+        requests.stop(f"{_held[0]} on rank {rank}")
+        _held.clear()
     try:
         yield
     finally:
+        signals.subscribe(_REQUESTS.intersection(numbers), _hold)
         signals.unsubscribe(postpone)
+
+
+# Names of the signals that arrived when no training ran.
+_held: list[str] = []
+
+
+def _hold(number: int) -> bool:
+    _held.append(_name(number))
+    return True
+
+
+def _name(number: int) -> str:
+    return launcher_signal() or signal.Signals(number).name
 
 
 def agree_on_pause(

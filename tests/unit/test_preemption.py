@@ -57,6 +57,13 @@ def test_the_first_signal_asks_and_a_later_one_ends(before):
         assert before.empty()
     assert STOP in asked(requests)
     assert requests.stop_reason == "SIGUSR1 on rank 3"
+    # After the training it is held for the next one.
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert before.get(timeout=TIMEOUT_SECONDS) == signal.SIGUSR2
+    with stopping_on([signal.SIGUSR1], requests := Requests(), rank=0):
+        assert requests.stop_reason == "SIGUSR1 on rank 0"
+    assert before.empty()
 
 
 def asked(requests):
