@@ -80,6 +80,9 @@ class DiskDirectory:
         """
         self.make()
         remove_partial(self._path)
+        # Of safetensors, which writes under a temporary name of its own.
+        for left in self._path.glob(f".tmp{'?' * 6}"):
+            left.unlink(missing_ok=True)
         # With the name of a partial file: the next start deletes it after a kill.
         probe = self.path(".partial-00000000-probe")
         with atomic_write(probe) as temporary:

@@ -339,6 +339,8 @@ def test_arrays_without_a_json_file_are_kept_until_newer_ones_are_complete(files
     files.write(checkpoint(10))
     directory = files.path(0).parent
     (directory / ".partial-0123abcd-step-00000015-0.json").touch()
+    # The library of safetensors was writing the arrays.
+    (directory / ".tmpAb3x9Z").touch()
     left = "step-00000015-a123abcd.safetensors"
     own = ["step-00000015-my.safetensors", "step-00000015-20261129.safetensors"]
     for name in (left, *own):
