@@ -75,6 +75,8 @@ HOROVOD_VARIABLES = {
     "HOROVOD_CYCLE_TIME": "Milliseconds between two cycles of Horovod's thread. "
     "job.start sets 0.1.",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "1: a script that calls hvd.init may make meshes.",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "Seconds that the network between hosts may be "
+    "interrupted under Gloo; 30 by default.",
     "HOROVOD_GPU_OPERATIONS": "NCCL: python -m hvdtrain.install builds for GPUs.",
     JOB_SECRET: "Key that signs what the processes of a job send each other: see "
     "SECURITY.md. horovodrun, hvdtrain.run and, on one host, hvdtrain.launch set it.",

@@ -38,14 +38,14 @@ _BACKLOG = 1024
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HELLO = struct.Struct(f">{_NONCE_BYTES}sI")
 _MAX_GREETING_BYTES = 1 << 16
-# A host that is lost without a packet is noticed within 25 s, if no data is on the way
-# to it.
+# A host that is lost without a packet is noticed after 90 s, if no data is on the way
+# to it, as in links.cc: a link that is down for half a minute must not end a job.
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 16),
 )
 
 

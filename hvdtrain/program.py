@@ -133,7 +133,7 @@ def _leave_after_bug(error: Exception) -> NoReturn:
         if signals.seconds_since_last() < _SIGNAL_OF_LAUNCHER_SECONDS:
             _end(_exit_codes[0])
         time.sleep(_PATIENCE_SECONDS)
-        reason = (
+        reason = sys.modules["hvdtrain.job.failures"].network_failure(error) or (
             "Another rank has left the job, or has not called a collective within "
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS."
         )

@@ -31,17 +31,21 @@ def stop(*, timeout_seconds: float) -> bool:
     return True
 
 
-def end_despite_threads(exit_code: int = 1) -> None:
+def end_despite_threads(exit_code: int = 1, *, has_lost_rank: bool = False) -> None:
     """End this process, also if threads that are not daemons run.
 
     To be called after an uncaught exception. Python joins these threads without a limit
     before it exits, while the other ranks wait for this one in a collective. Does
     nothing where there are no other ranks.
+
+    Args:
+        has_lost_rank: whether the exception is of a collective: a rank that cannot be
+            reached takes no part in the shutdown, which Python's exit waits for.
     """
     main = threading.main_thread()
     threads = [t for t in threading.enumerate() if not t.daemon and t is not main]
     is_main = threading.current_thread() is main
-    if is_main and threads and launch().size > 1:
+    if is_main and (threads or has_lost_rank) and launch().size > 1:
         # An exit by `os._exit` does not flush.
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -23,6 +23,8 @@ from hvdtrain.job.world import PreemptedError
 
 # The native library begins the reason with this text: kernel.cc.
 NATIVE_FAILURE = "A collective has lost a rank"
+# And the reason of a host that does not acknowledge contains this one: links.cc.
+_NO_NETWORK = "the network to it is cut"
 
 
 def is_collective_failure(error: BaseException) -> bool:
@@ -47,6 +49,22 @@ def is_collective_failure(error: BaseException) -> bool:
     )
 
 
+def network_failure(error: BaseException) -> str:
+    """Return the reason of a collective whose rank cannot reach another host, or ""."""
+    reason = _reason(error) if is_collective_failure(error) else ""
+    return reason if _NO_NETWORK in reason else ""
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).splitlines() or [""]
+    signs = ("Horovod", NATIVE_FAILURE)
+    signed = [line for line in lines if any(sign in line for sign in signs)]
+    return (signed or lines[-1:])[0]
+
+
+_NETWORK_CAUSE = """\
+rank {rank} on {host}: a collective failed: another host cannot be reached.
+"""
 _CAUSE = """\
 rank {rank} on {host}: a collective failed: another rank has ended or did not call it.
 - If another rank printed an error, that error is the cause.
@@ -98,8 +116,10 @@ def explain_failed_collectives() -> None:
             sys.stderr.write("".join([*_own_frames(trace), "KeyboardInterrupt\n"]))
         else:
             previous(kind, error, trace)
-        # The code with which Python ends after Ctrl-C.
-        end_despite_threads(128 + signal.SIGINT if is_interrupt else 1)
+        # The code with which Python ends after Ctrl-C. Horovod's shutdown at Python's exit
+        # would wait for a lost rank.
+        code = 128 + signal.SIGINT if is_interrupt else 1
+        end_despite_threads(code, has_lost_rank=is_consequence)
 
     setattr(explain, _EXPLAINS, True)
     sys.excepthook = explain
@@ -134,20 +154,16 @@ def _own_frames(trace: TracebackType | None) -> list[str]:
 
 
 def _report(error: BaseException, trace: TracebackType | None) -> str:
-    cause = _CAUSE.format(
+    cause = (_NETWORK_CAUSE if network_failure(error) else _CAUSE).format(
         rank=launch().rank,
         host=socket.gethostname(),
         limit=os.environ[STALL_SHUTDOWN],
     )
-    lines = str(error).splitlines() or [""]
-    signs = ("Horovod", NATIVE_FAILURE)
-    signed = [line for line in lines if any(sign in line for sign in signs)]
-    reason = (signed or lines[-1:])[0]
     return "".join(
         [
             cause,
             *_own_frames(trace),
-            f"{type(error).__name__}: {reason}\n",
+            f"{type(error).__name__}: {_reason(error)}\n",
             f"{conclusion}\n" if (conclusion := member.conclusion()) else "",
         ]
     )

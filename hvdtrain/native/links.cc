@@ -1,5 +1,6 @@
 #include "links.h"
 
+#include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -24,9 +25,12 @@ using Clock = std::chrono::steady_clock;
 // As in a barrier: how often a rank that waits checks whether another one has failed.
 constexpr std::chrono::milliseconds kCheckInterval(100);
 // From when on a host that acknowledges nothing is lost. The kernel would wait for a
-// quarter of an hour. TCP_USER_TIMEOUT ends connections to ranks that are only late,
-// too: it counts the time in which a receiver's window is full.
-constexpr uint32_t kSilenceMilliseconds = 25000;
+// quarter of an hour; it sends anew 25, 51 and 102 s after a cut, and a link that was
+// down for 50 s must not end the job. TCP_USER_TIMEOUT ends connections to ranks that are
+// only late, too: it counts the time in which a receiver's window is full.
+constexpr uint32_t kLostMilliseconds = 90000;
+// From when on messages about a wait name such a host.
+constexpr uint32_t kDoubtMilliseconds = 10000;
 
 // Whose sockets a child of this process closes.
 std::atomic<const Links*> open_links{nullptr};
@@ -147,15 +151,15 @@ class Links::Progress {
     return out_.Move(send, ready_ == nullptr ? SIZE_MAX : *ready_);
   }
 
-  // Whether the other host has not acknowledged what was sent, or probes of a full
-  // window, for long. Keepalive probes find one to which nothing is on the way.
-  bool IsSilent() const {
+  // Whether the other host has not acknowledged for so long what was sent, or probes: of
+  // a full window, or keepalive probes where nothing is on the way.
+  bool IsSilent(uint32_t milliseconds) const {
     tcp_info info{};
     socklen_t size = sizeof(info);
     return !is_complete() &&
            getsockopt(socket_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
            (info.tcpi_unacked > 0 || info.tcpi_probes > 0) &&
-           info.tcpi_last_ack_recv > kSilenceMilliseconds;
+           info.tcpi_last_ack_recv > milliseconds;
   }
 
   // -1 where nothing is wanted: the kernel would report that the other end has closed
@@ -268,7 +272,9 @@ std::string Links::Run(std::vector<Transfer> transfers, Segment& segment,
       Warn(progress, segment, operation, stage);
     }
     if (limits.failure.count() && now - last > limits.failure * patience) {
-      return Late(progress, segment, operation, stage);
+      const int silent = Silent(progress, kDoubtMilliseconds);
+      return silent < hosts() ? Ended(silent, ETIMEDOUT)
+                              : Late(progress, segment, operation, stage);
     }
   }
 }
@@ -299,15 +305,25 @@ std::string Links::Failure(const std::vector<Progress>& progress,
                            const Segment& segment) const {
   const std::string reason = segment.Failure();
   if (!reason.empty()) return reason;
-  for (int host = 0; host < hosts(); ++host) {
-    if (progress[host].IsSilent()) return Ended(host, ETIMEDOUT);
-  }
-  return "";
+  const int silent = Silent(progress, kLostMilliseconds);
+  return silent < hosts() ? Ended(silent, ETIMEDOUT) : "";
+}
+
+int Links::Silent(const std::vector<Progress>& progress, uint32_t milliseconds) const {
+  const auto is_silent = [milliseconds](const Progress& each) {
+    return each.IsSilent(milliseconds);
+  };
+  return std::find_if(progress.begin(), progress.end(), is_silent) - progress.begin();
 }
 
 void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
                  const std::string& operation, Stage stage) const {
   if (segment.rank() != 0) return;
+  if (const int silent = Silent(progress, kDoubtMilliseconds); silent < hosts()) {
+    const std::string rank = std::to_string(ranks_[silent]);
+    segment.Warn(operation, ": nothing arrives from rank " + rank + Unreachable(silent));
+    return;
+  }
   const std::string missing = Missing(progress, segment.spread().largest, stage);
   if (missing.empty()) {
     // On each host that waits: which of them is the first is not known.
@@ -335,6 +351,20 @@ bool Links::HasEnded(int host) const {
   return bytes == 0 || (bytes < 0 && errno != EAGAIN && errno != EWOULDBLOCK);
 }
 
+std::string Links::Unreachable(int host) const {
+  sockaddr_storage address{};
+  socklen_t size = sizeof(address);
+  char text[INET6_ADDRSTRLEN] = "";
+  getpeername(sockets_[host], reinterpret_cast<sockaddr*>(&address), &size);
+  const void* const number =
+      address.ss_family == AF_INET6
+          ? static_cast<void*>(&reinterpret_cast<sockaddr_in6&>(address).sin6_addr)
+          : &reinterpret_cast<sockaddr_in&>(address).sin_addr;
+  inet_ntop(address.ss_family, number, text, sizeof(text));
+  return std::string(": host ") + text +
+         " does not answer, since it is down or the network to it is cut";
+}
+
 std::string Links::Ended(int host, int error) const {
   std::string ranks;
   int count = 0;
@@ -346,6 +376,9 @@ std::string Links::Ended(int host, int error) const {
     return "the connections to ranks " + ranks +
            " have ended: one of them has left the job or has been lost, and the others "
            "have lost it";
+  }
+  if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH) {
+    return "the connection to rank " + ranks + " has ended" + Unreachable(host);
   }
   const std::string cause =
       error ? " (" + std::system_category().message(error) + ")" : "";

@@ -10,6 +10,7 @@
 #include <poll.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -91,6 +92,8 @@ class Links {
   // Why the exchange cannot go on, if there is a reason.
   std::string Failure(const std::vector<Progress>& progress,
                       const Segment& segment) const;
+  // The first host that has acknowledged nothing for so long; hosts() if there is none.
+  int Silent(const std::vector<Progress>& progress, uint32_t milliseconds) const;
   void Warn(const std::vector<Progress>& progress, const Segment& segment,
             const std::string& operation, Stage stage) const;
   std::string Late(const std::vector<Progress>& progress, const Segment& segment,
@@ -100,6 +103,8 @@ class Links {
   // ranks of other connections that have ended as well: a rank that has lost another one
   // closes its own, so that the first to be noticed may not be the lost one.
   std::string Ended(int host, int error) const;
+  // The end of a message about a host that does not acknowledge, with its address.
+  std::string Unreachable(int host) const;
   bool HasEnded(int host) const;
   // The ranks of the hosts for which `is_one` is true.
   template <typename Condition>

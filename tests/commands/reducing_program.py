@@ -20,6 +20,8 @@ STEPS, FAULT_STEP = 24, 12
 # Run on the host of rank 1.
 COMMANDS = {
     "cut": "ip link set eth0 down",
+    # The kernel sends anew 13 and 25 s after the beginning.
+    "down": "ip link set eth0 down; (sleep 14; ip link set eth0 up) &",
     "slow": "tc qdisc add dev eth0 root tbf rate 20mbit burst 32kb latency 400ms",
 }
 
@@ -28,7 +30,7 @@ def fail(fault):
     # The time, for the test.
     print(f"fault at {time.time():.2f}", flush=True)
     if fault in COMMANDS:
-        subprocess.run(COMMANDS[fault].split(), check=True)
+        subprocess.run(COMMANDS[fault], shell=True, check=True)
     elif fault == "late":
         time.sleep(6)
     else:

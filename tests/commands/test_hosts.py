@@ -182,8 +182,8 @@ def test_a_rank_that_is_stopped_in_a_ring_is_waited_for(run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(IN_A_RING)
     program = [sys.executable, str(script)]
-    # For longer than the 25 s for which a host may be silent, but not for Gloo's 30 s.
-    # The window of the connection is full: its buffers hold less than the tensor.
+    # Less than Gloo's 30 s. The window of the connection is full: its buffers hold less
+    # than the tensor.
     job = run([str(tmp_path), "27"], program=program, launcher="hosts", forked=False)
     assert job.returncode == 0, job.text
     assert "was stopped" in job.lines

@@ -140,7 +140,9 @@ def test_only_a_reason_that_rank_0_prints_is_left_out(rank, body, flag, code, re
 LOSE_A_RANK = """\
 import os, signal, sys, time, types
 from hvdtrain.job import signals
-fake = types.SimpleNamespace(is_collective_failure=lambda error: bool(error))
+fake = types.SimpleNamespace(
+    is_collective_failure=lambda error: bool(error), network_failure=lambda error: ""
+)
 sys.modules["hvdtrain.job.failures"] = fake
 """
 # As in a training, where it is a request to stop.

@@ -45,6 +45,18 @@ def test_the_cause_comes_before_the_line_of_the_script(printed_before, capsys):
     assert printed_before == []
 
 
+def test_a_network_that_is_cut_is_the_cause_without_advice(printed_before, capsys):
+    reason = (
+        "A collective has lost a rank: the connection to rank 1 has ended: host "
+        "10.0.0.2 does not answer, since it is down or the network to it is cut"
+    )
+    leave_uncaught(tf.errors.AbortedError(None, None, f"Detected at node\n{reason}"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("a collective failed: another host cannot be reached.")
+    assert lines[-1] == f"AbortedError: {reason}"
+    assert not any("JoinCallback" in line for line in lines)
+
+
 def test_other_errors_are_printed_as_before(printed_before, capsys):
     error = ValueError("no collective")
     leave_uncaught(error)
@@ -136,3 +148,28 @@ def test_a_thread_that_ends_is_waited_for(size, seconds):
     done = end_with_thread(script, seconds, size=size)
     assert (done.returncode, done.stdout) == (1, "done\n")
     assert done.stderr.splitlines()[-1] == "KeyError: 'on purpose'"
+
+
+# Horovod's shutdown waits for a rank that cannot be reached.
+LOST_RANK = """
+import atexit, sys, threading, types
+from hvdtrain.job import ending
+
+blocked = threading.Event()
+sys.modules["hvdtrain.job.backend"] = types.SimpleNamespace(
+    shutdown=blocked.wait, hvd=types.SimpleNamespace(is_initialized=lambda: True)
+)
+atexit.register(blocked.wait)
+ending.THREAD_SECONDS = 0.2
+ending.end_despite_threads(has_lost_rank=True)
+"""
+
+
+def test_the_exit_does_not_wait_for_a_lost_rank():
+    done = subprocess.run(
+        [sys.executable, "-c", LOST_RANK],
+        env=os.environ | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
