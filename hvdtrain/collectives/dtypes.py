@@ -28,6 +28,9 @@ _MOVABLE = (
     tf.float32,
     tf.float64,
 )
+# Integers of eight bytes that each rank sends in the first exchange of bytes of unknown
+# lengths: 4 KB, less where those of all ranks would be more than 256 KB.
+_HEAD_WORDS, _LEAST_HEAD_WORDS, _WORDS_OF_ALL = 512, 32, 2**15
 # Horovod adds no bfloat16: `transport` adds it in float32.
 _SCATTERABLE = (
     *(tf.int32, tf.int64),
@@ -161,9 +164,35 @@ def scaled(
     return tf.cast(wide if divisor is None else wide / divisor, tensor.dtype)
 
 
-def split_bytes(content: tf.Tensor, lengths: tf.Tensor) -> list[bytes]:
+def pack_head(data: bytes, ranks: int) -> np.ndarray:
+    """Return the beginning of `data` with its length, as integers, for `unpack_heads`.
+
+    All ranks of a job return equally many.
+    """
+    words = min(_HEAD_WORDS, max(_LEAST_HEAD_WORDS, _WORDS_OF_ALL // ranks))
+    head = np.zeros(1 + words, np.int64)
+    # Of a rank that has joined, a sum has zeros.
+    head[0] = len(data) + 1
+    short = data[: 8 * words]
+    head[1:].view(np.uint8)[: len(short)] = np.frombuffer(short, np.uint8)
+    return head
+
+
+def unpack_heads(heads: np.ndarray) -> tuple[np.ndarray, list[bytes]]:
+    """Return lengths, and the data of all ranks unless one's is longer than its head.
+
+    Args:
+        heads: of all ranks, one row for each.
+    """
+    lengths, content = heads[:, 0] - 1, heads[:, 1:].copy().view(np.uint8)
+    if lengths.min() < 0 or lengths.max() > content.shape[1]:
+        return lengths, []
+    return lengths, [row[:n].tobytes() for row, n in zip(content, lengths, strict=True)]
+
+
+def split_bytes(content: tf.Tensor, lengths: np.ndarray) -> list[bytes]:
     """Return byte strings of these lengths from their concatenation, a uint8 tensor."""
-    data, ends = content.numpy().tobytes(), np.cumsum(lengths.numpy())
+    data, ends = content.numpy().tobytes(), np.cumsum(lengths)
     return [data[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
 

@@ -174,6 +174,14 @@ def test_objects_of_different_types_on_different_ranks():
     assert hvd.allgather_object(mine) == expected
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("least", [0, 4000, 5000])
+def test_objects_that_are_longer_than_the_first_exchange(least):
+    # It has 4 KB of each rank, the pickle's own bytes included.
+    text = "x" * (least + 100 * RANK)
+    assert hvd.allgather_object(text) == ["x" * (least + 100 * r) for r in range(SIZE)]
+
+
 # The last rank's object, or the item for it, is the lock.
 OBJECT_OPERATIONS = {
     "allgather_object": lambda obj: hvd.allgather_object(obj),

@@ -257,13 +257,18 @@ def _warn(obstacle: str) -> None:
 
 def _gather(value: Any) -> list[Any]:
     """Return the values of all ranks, each of which JSON can hold. A collective."""
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    text = json.dumps(value).encode()
     with recorder.collective(
         "Connect", "allgather", size_bytes=len(text), is_of_all_ranks=True
     ):
-        lengths = hvd.allgather(tf.constant([len(text)]), name="Connect_lengths")
-        texts = hvd.allgather(tf.constant(text), name="Connect")
-    return list(map(json.loads, dtypes.split_bytes(texts, lengths)))
+        head = dtypes.pack_head(text, hvd.size())
+        heads = hvd.allgather(tf.constant(head[None]), name="Connect")
+        lengths, texts = dtypes.unpack_heads(heads.numpy())
+        if not texts:
+            content = tf.constant(np.frombuffer(text, np.uint8))
+            content = hvd.allgather(content, name="Connect_content")
+            texts = dtypes.split_bytes(content, lengths)
+    return list(map(json.loads, texts))
 
 
 def _first_obstacle(obstacle_by_rank: Iterable[str]) -> str:

@@ -112,6 +112,18 @@ def allgather(
     )
 
 
+def sum_rows(rows: tf.Tensor, *, name: str) -> tf.Tensor:
+    """Return the sum over the ranks of integers, of which each rank has its own row."""
+    (total,) = _operations().hvdtrain_allreduce(
+        inputs=[rows],
+        token=graph.order_token().handle,
+        mean=False,
+        collective=_name(name, "allgather of bytes"),
+        description="rows",
+    )
+    return total
+
+
 def compare(signature: Signature, *, name: str) -> tf.Operation:
     """Return an operation that compares a collective which Horovod moves.
 
