@@ -25,6 +25,7 @@ from hvdtrain.flight import conclusion, connections, deaths, descendants, ring, 
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.limits import Wait
 from hvdtrain.flight.shared_directory import SharedDirectory
+from hvdtrain.flight.slow_start import SlowStart
 from hvdtrain.flight.stacks import read_stacks, without_receiver
 from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.flight.task import Task
@@ -54,6 +55,7 @@ class Guard:
         self._steps = StepDurations(task.limits.check_seconds)
         self._period = task.limits.period_seconds
         self._wait = Wait()
+        self._start = SlowStart()
         # Seconds in the present collective when its end was last examined.
         self._examined = 0.0
         self._commands = ""
@@ -212,6 +214,8 @@ class Guard:
     def _check_progress(self) -> None:
         moment = ring.read_moment(self._member.ring)
         self._wait.renew(moment.entered if moment else None)
+        if moment and self._member.rank == 0 and self._is_in_job:
+            _print(self._start.line(self._member.ring, moment))
         if not moment or not self._limits.check_seconds:
             return
         now = time.monotonic()

@@ -21,6 +21,8 @@ PHASES = (
 RECORDS, HEADER_BYTES, RECORD_BYTES = 1024, 4096, 128
 FORMAT = 0x6876647400000001
 _COLLECTIVE = 2
+# Of the header's fields: the first one with the nanoseconds in collectives, by phase.
+_IN_COLLECTIVES = 17
 _HEADER = struct.Struct("<QQQQqQqQq8Q8QQ")
 _RECORD = struct.Struct("<QqqQQQII48s24s")
 
@@ -78,6 +80,7 @@ class Moment:
 
     Attributes:
         entered: when it entered the collective that it is in; None if it is in none.
+        waited: seconds in complete collectives of the present phase.
     """
 
     phase: str
@@ -85,6 +88,7 @@ class Moment:
     step: int
     step_entered: float
     entered: float | None
+    waited: float = 0.0
 
 
 def read(path: str | os.PathLike) -> Ring | None:
@@ -137,6 +141,7 @@ def read_moment(path: str | os.PathLike) -> Moment | None:
         step=fields[5],
         step_entered=fields[6] * 1e-9,
         entered=fields[4] * 1e-9 if fields[3] > 0 else None,
+        waited=fields[_IN_COLLECTIVES + fields[7]] * 1e-9,
     )
 
 

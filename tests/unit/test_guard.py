@@ -1,6 +1,7 @@
 """The process beside a rank: what it prints, what it keeps, and that it ends."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ from hvdtrain.flight.guard import Guard
 from hvdtrain.flight.limits import Limits
 from hvdtrain.flight.ring import Moment
 from hvdtrain.flight.shared_directory import SharedDirectory
+from hvdtrain.flight.slow_start import SlowStart
 from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.flight.task import Task
 from hvdtrain.interruption import SIGNAL_FILE
@@ -565,6 +567,30 @@ def test_a_step_is_slow_by_the_steps_before():
     least = after_steps(6, least_seconds=60.0)
     assert least.slow(moment(6), 165.9) is None
     assert least.slow(moment(6), 166.0) == 106.0
+
+
+def test_a_slow_start_is_described_once(tmp_path):
+    def line(phase, *, waited=0.0, seconds=0.0, operation=b"allgather"):
+        write_ring(path, seconds=seconds, name=b"gather", operation=operation)
+        moment = ring.read_moment(path)
+        return slow.line(path, dataclasses.replace(moment, phase=phase, waited=waited))
+
+    path, slow = tmp_path / "ring", SlowStart()
+    assert line("script", seconds=9.0, operation=b"init") == ""
+    # A collective of a script has the stall limits.
+    assert line("script", seconds=11.0) == ""
+    assert line("script", seconds=11.0, operation=b"init") == (
+        "hvd.init has taken 11 s: another rank has not called it, or the network "
+        "between hosts is slow.\n"
+    )
+    assert line("script", seconds=12.0, operation=b"init") == ""
+    assert line("start", waited=9.0) == line("compute", waited=30.0) == ""
+    # Each of the collectives is short.
+    assert line("start", waited=9.0, seconds=2.0) == (
+        "The start of the training has waited for 11 s in collectives, now in "
+        "allgather 1 (gather): another rank is slow, or the network between hosts is.\n"
+    )
+    assert line("start", waited=12.0) == ""
 
 
 def test_the_report_of_a_job_that_has_ended(tmp_path):
