@@ -9,7 +9,6 @@ from importlib import metadata
 from hvdtrain.addresses import GLOO_INTERFACE
 from hvdtrain.environment import JOB_SECRET
 from hvdtrain.interruption import SIGNAL_FILE
-from hvdtrain.job.world import JobError
 from hvdtrain.processes import ProcessStat, read_ancestors, read_environment
 
 # Launcher, variable of the number of ranks, variable of the rank. The inner launcher
@@ -115,10 +114,8 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
 def drop_stale(environ: MutableMapping[str, str]) -> None:
     """Remove what the launcher of this rank has passed on from its own environment.
 
-    Under mpirun, the variables of a job of Gloo belong to another job.
-
-    Raises:
-        JobError: horovodrun --gloo has replaced its own variables by these.
+    Under mpirun, the variables of a job of Gloo belong to another job. Those of ranks
+    under horovodrun --gloo come after its environment.
     """
     if not (launcher := find_process()):
         return
@@ -131,15 +128,6 @@ def drop_stale(environ: MutableMapping[str, str]) -> None:
         inherited = set(read_environment(_started_by(pid)))
         for name in (environ.keys() - kept.keys()) & inherited:
             del environ[name]
-    elif stat.name == "horovodrun":
-        # It puts its environment behind the variables of each rank.
-        stale = sorted(n for n in read_environment(pid) if n.startswith(_SLOT))
-        if stale:
-            raise JobError(
-                "horovodrun was started with variables of another job, which replace "
-                "its own. Start it without them: env "
-                f"{' '.join(f'-u {name}' for name in stale)} horovodrun ..."
-            )
 
 
 def _started_by(launcher: int) -> int:

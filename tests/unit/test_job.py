@@ -210,13 +210,6 @@ def test_a_rank_drops_the_variables_of_another_job(
     assert found == (environ if kept is None else kept)
 
 
-def test_horovodrun_with_the_variables_of_another_job_is_refused(launched_by):
-    launched_by("horovodrun", {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4"})
-    error = "another job, .*: env -u HOROVOD_RANK -u HOROVOD_SIZE horovodrun"
-    with pytest.raises(JobError, match=error):
-        launchers.drop_stale(OF_GLOO | OF_MPI)
-
-
 def test_a_rank_of_a_launcher_has_nothing_of_another_job():
     assert launchers.without_launch(OF_GLOO | OF_MPI) == {"HOROVOD_CYCLE_TIME": "1"}
     chosen = {"HOROVOD_CONTROLLER": "gloo"}
