@@ -116,8 +116,8 @@ def explain_failed_collectives() -> None:
             sys.stderr.write("".join([*_own_frames(trace), "KeyboardInterrupt\n"]))
         else:
             previous(kind, error, trace)
-        # The code with which Python ends after Ctrl-C. Horovod's shutdown at Python's exit
-        # would wait for a lost rank.
+        # The code with which Python ends after Ctrl-C. Horovod's shutdown at Python's
+        # exit would wait for a lost rank.
         code = 128 + signal.SIGINT if is_interrupt else 1
         end_despite_threads(code, has_lost_rank=is_consequence)
 
