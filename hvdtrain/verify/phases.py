@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from hvdtrain.job import JobError
 from hvdtrain.job.launchers import without_launch
 from hvdtrain.verify import comparison, gradient_norms, samples
 from hvdtrain.verify.evidence import Evidence
+from hvdtrain.verify.isolation import make_tree
 from hvdtrain.verify.trajectory import Directory, Phase, PhaseOptions
 
 _WORKER = (sys.executable, "-m", "hvdtrain.verify.worker")
@@ -69,7 +71,9 @@ class Verification:
             dtype=self.dtype,
             divisor=self.divisor,
         )
-        worker = [*_WORKER, json.dumps(dataclasses.asdict(options)), *self.command]
+        tree = self.directory / f"{phase}.tree"
+        worker = [*_WORKER, json.dumps(dataclasses.asdict(options))]
+        worker += self._command_in(tree)
         launcher = ["horovodrun", "-np", str(self.size)] if phase != "alone" else []
         # Under a launcher's variables the command would join the job as a rank.
         variables = without_launch(os.environ)
@@ -78,14 +82,34 @@ class Verification:
             variables["HVDTRAIN_ALONE"] = "1"
         variables.setdefault(environment.STALL_SHUTDOWN, _STALL_SECONDS)
         log = self.directory / f"{phase}.log"
+        directory = _in_tree(tree, os.getcwd())
+        variables["PWD"] = str(directory)
         try:
-            Steps(log).run(text, [*launcher, *worker], environment=variables)
+            Steps(log).run(
+                text,
+                [*launcher, *worker],
+                environment=variables,
+                directory=directory,
+            )
         except InstallError as error:
             # Of several lines, the first has the exit code, or "timed out".
             reason = str(error).partition("\n")[0]
             if "timed out" not in reason:
                 reason = f"The script failed: {last_error(log).rstrip('.')}."
             raise PhaseError(reason, log) from None
+        finally:
+            shutil.rmtree(tree, ignore_errors=True)
+
+    def _command_in(self, tree: pathlib.Path) -> list[str]:
+        """Make the tree in which a phase runs, and return the command in it."""
+        script, *arguments = self.command
+        copied = {pathlib.Path.cwd()}
+        if script != "-m":
+            copied |= {pathlib.Path(script).parent.resolve()}
+        make_tree(tree, copied, excluded=self.directory.resolve())
+        # A relative path is the same in the tree.
+        is_moved = os.path.isabs(script)
+        return [str(_in_tree(tree, script)) if is_moved else script, *arguments]
 
     def files(self, phase: Phase) -> Directory:
         """Return the files of a phase."""
@@ -164,6 +188,10 @@ class Verification:
                 if ratios:
                     scaling[name] = max(min(ratios), scaling.get(name, 0.0))
         return scaling
+
+
+def _in_tree(tree: pathlib.Path, path: str) -> pathlib.Path:
+    return tree / pathlib.Path(path).relative_to("/")
 
 
 def last_error(log: pathlib.Path) -> str:

@@ -133,6 +133,35 @@ RIGHT = {
         ('Dense(16, "relu")', 'Dense(16, "relu", kernel_regularizer="l2")'),
     ),
     "a train_step": TRAIN_STEP,
+    # In a directory that is not there yet.
+    "a checkpoint": changed(
+        FIT,
+        (
+            "hvd.init()",
+            """
+hvd.init()
+if hvd.rank() == 0:
+    os.makedirs("results")
+hvd.broadcast_object(None)""",
+        ),
+        ("import keras", "import os\n\nimport keras"),
+        (MODEL, f"{MODEL}\nx, y = x[:80], y[:80]"),
+        (
+            "model.compile(",
+            """
+if os.path.exists("results/a.keras"):
+    model = hvd.load_model("results/a.keras")
+    optimizer = model.optimizer
+model.compile(""",
+        ),
+        (
+            "model.fit(",
+            """
+if hvd.rank() == 0:
+    callbacks += [keras.callbacks.ModelCheckpoint("results/a.keras")]
+model.fit(""",
+        ),
+    ),
     "a metric": changed(
         FIT, ("model.compile(optimizer", OWN_METRIC), ('["mae"]', '["mae", Largest()]')
     ),
