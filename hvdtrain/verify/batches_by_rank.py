@@ -55,6 +55,11 @@ class BatchRecorder:
         self._unjoinable: Any = None
         self.has_loops_in_graphs = False
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a batch was read after the last step."""
+        return bool(self._read or self._called)
+
     def note_steps(self, steps: int) -> None:
         """Note which streams the training reads.
 

@@ -20,8 +20,10 @@ from hvdtrain.verify.trajectory import Directory, Phase, PhaseOptions
 
 _WORKER = (sys.executable, "-m", "hvdtrain.verify.worker")
 # What launchers put before each piece that they read of the output of a rank.
-_PREFIX = re.compile(r"(\[(?:\d+,)?\d+\]<std(?:out|err)>:)")
+_PREFIX = re.compile(r"\[(?:\d+,)?(\d+)\]<std(out|err)>:")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception): .|^rank \d+ on ")
+# The launcher's last line.
+_EXIT = re.compile(r"first rank that failed is rank (\d+)[^:]*: exit code")
 _STALL_SECONDS = "300"
 
 
@@ -95,10 +97,36 @@ class Verification:
             # Of several lines, the first has the exit code, or "timed out".
             reason = str(error).partition("\n")[0]
             if "timed out" not in reason:
-                reason = f"The script failed: {last_error(log).rstrip('.')}."
+                reason = self._failure(phase, log)
             raise PhaseError(reason, log) from None
         finally:
             shutil.rmtree(tree, ignore_errors=True)
+
+    def _failure(self, phase: Phase, log: pathlib.Path) -> str:
+        """Return why the script failed: what was wrong first, on any rank."""
+        files = self.files(phase)
+        ends = {rank: files.read("end", rank) for rank in files.last_numbers("end")}
+        failed = [rank for rank in ends if ends[rank].has_failed]
+        failed.sort(key=lambda rank: ends[rank].time)
+        ended = [rank for rank in ends if rank not in failed]
+        found = _EXIT.search(log.read_text(errors="replace"))
+        first = int(found[1]) if found else None
+        are_in_step = all(ends[rank].is_in_step for rank in failed)
+        if 0 < len(ended) < self.size and (are_in_step if failed else first in ended):
+            steps = max(files.last_numbers("state", ended[0]), default=0)
+            other = next(rank for rank in range(self.size) if rank not in ended)
+            return (
+                f"Rank {ended[0]} has ended after {steps} steps, and rank {other} in "
+                f"step {steps + 1}: give all ranks equally many batches."
+            )
+        if first is not None and first not in ends:
+            # Without an exception, as under `program.run`.
+            text = last_error(log, rank=first, is_exit=True)
+        elif failed:
+            text = last_error(log, rank=failed[0], is_exit=ends[failed[0]].is_exit)
+        else:
+            text = last_error(log)
+        return f"The script failed: {text.rstrip('.')}."
 
     def _command_in(self, tree: pathlib.Path) -> list[str]:
         """Make the tree in which a phase runs, and return the command in it."""
@@ -194,25 +222,38 @@ def _in_tree(tree: pathlib.Path, path: str) -> pathlib.Path:
     return tree / pathlib.Path(path).relative_to("/")
 
 
-def last_error(log: pathlib.Path) -> str:
-    """Return the last error in the output of a launcher, or else its last line."""
-    lines = _output_by_rank(log.read_text(errors="replace")).splitlines()
+def last_error(
+    log: pathlib.Path, *, rank: int | None = None, is_exit: bool = False
+) -> str:
+    """Return the last error in the output of a launcher, or else its last line.
+
+    Args:
+        rank: the rank whose output it is searched for; None for all.
+        is_exit: whether the last line is the error.
+    """
+    streams = _streams(log.read_text(errors="replace"))
+    # A process without a launcher has no prefix.
+    of_rank = [streams[key] for key in streams if key[0] is not None and key[0] == rank]
+    lines = "\n".join(of_rank or streams.values()).splitlines()
     lines = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in lines if _ERROR.search(line)]
+    errors = [] if is_exit else [line for line in lines if _ERROR.search(line)]
     return (errors or lines or ["it printed nothing."])[-1]
 
 
-def _output_by_rank(text: str) -> str:
-    """Return what each stream of a rank has written, one stream after another.
+def _streams(text: str) -> dict[tuple[int | None, str], str]:
+    """Return what was written, by rank and stream; that of the launcher is last.
 
     With PYTHONUNBUFFERED=1 Python writes a line in several pieces. The launcher puts a
     prefix before each, and pieces of another rank between them.
     """
     own, *pieces = _PREFIX.split(text)
-    streams: dict[str, str] = {}
-    for prefix, piece in zip(pieces[::2], pieces[1::2], strict=True):
+    streams: dict[tuple[int | None, str], str] = {}
+    for rank, name, piece in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
         # What follows the end of a line has no prefix: it is the launcher's.
         line, newline, others = piece.partition("\n")
-        streams[prefix] = streams.get(prefix, "") + line + newline
+        key = int(rank), name
+        streams[key] = streams.get(key, "") + line + newline
         own += others
-    return "\n".join([*streams.values(), own])
+    # Errors are on the standard error, which is after the output.
+    ordered = sorted(streams.items(), key=lambda each: each[0][1], reverse=True)
+    return {**dict(ordered), (None, ""): own}

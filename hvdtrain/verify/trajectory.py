@@ -117,6 +117,23 @@ class Facts:
     left_out: list[str]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptEnd:
+    """How the script has ended on a rank, before its last recorded step.
+
+    Attributes:
+        time: in seconds, of the clock of this machine.
+        has_failed: whether it ended by an error.
+        is_exit: whether the script has printed the error itself, as one line.
+        is_in_step: whether it has read a batch after its last step.
+    """
+
+    time: float
+    has_failed: bool = False
+    is_exit: bool = False
+    is_in_step: bool = False
+
+
 class Directory:
     """The files of one phase.
 

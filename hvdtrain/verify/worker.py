@@ -8,6 +8,7 @@ import pathlib
 import random
 import runpy
 import sys
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +21,7 @@ from hvdtrain.verify.first_gradients import note_first_gradients
 from hvdtrain.verify.left_out import leave_out_augmentation, leave_out_dropout
 from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
 from hvdtrain.verify.traced_reductions import note_reductions
-from hvdtrain.verify.trajectory import Directory, PhaseOptions
+from hvdtrain.verify.trajectory import Directory, PhaseOptions, ScriptEnd
 
 # What the script does not seed has a seed of its own on each rank, as in a job, where
 # it differs by process: a missing broadcast is seen, and unequal orders of samples.
@@ -66,11 +67,8 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
     if is_reference:
         capture.compute_as_one_process()
     with contextlib.suppress(FinishedError):
-        try:
+        with _noted_end(files, rank, batches):
             yield
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
         # The step of a loop that took its last batch.
         recorder.record()
     # A rank that leaves would end the collectives in which the others still are.
@@ -83,6 +81,27 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     capture.seed_operations(seed)
+
+
+@contextlib.contextmanager
+def _noted_end(files: Directory, rank: int, batches: BatchRecorder) -> Iterator[None]:
+    """Write when the script in the block ends by itself, or by an error."""
+    try:
+        yield
+    except FinishedError:
+        raise
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            # The text is in the output of the rank: Python prints it, or has.
+            end = ScriptEnd(
+                time=time.time(),
+                has_failed=True,
+                is_exit=isinstance(error, SystemExit),
+                is_in_step=batches.is_in_step,
+            )
+            files.write("end", rank, value=end)
+            raise
+    files.write("end", rank, value=ScriptEnd(time=time.time()))
 
 
 def main(options: PhaseOptions, command: list[str]) -> None:

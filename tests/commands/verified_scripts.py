@@ -325,6 +325,32 @@ train(data)""",
         ),
         "op=hvd.Sum would multiply the losses of regularizers",
     ),
+    "unequal steps": (
+        LOOP.replace("in data:", "in data.take(5 - hvd.rank()):"),
+        "Rank 1 has ended after 4 steps, and rank 0 in step 5: give all ranks equally",
+    ),
+    "an error of a program": (
+        """
+from hvdtrain import job, program
+
+
+def main():
+    job.start(seed=1)
+    raise job.JobError("Received no data in /data; expected TFRecords.")
+
+
+program.run(main, page="A page.")
+""",
+        "The script failed: Received no data in /data; expected TFRecords. Its output",
+    ),
+    "an error of one rank": (
+        LOOP.replace(
+            "for x, y in data:",
+            "if hvd.rank() == 1:\n    open('missing')\nfor x, y in data:",
+        ),
+        "The script failed: FileNotFoundError: [Errno 2] No such file or directory: "
+        "'missing'",
+    ),
     "sharded state": (
         FIT.replace("(optimizer)", "(optimizer, shard_state=True)"),
         "Received shard_state=True; expected False",

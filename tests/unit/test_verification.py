@@ -274,6 +274,20 @@ mpirun detected that one or more processes exited with non-zero status
     assert phases.last_error(log) == "ValueError: a reason"
 
 
+def test_the_error_is_that_of_the_rank_that_failed_first(tmp_path):
+    log = tmp_path / "ranks.log"
+    log.write_text("""\
+[0]<stderr>:ValueError: a warning
+[0]<stderr>:Received no data.
+[1]<stderr>:rank 1 on vm was killed by SIGTERM
+horovodrun: the first rank that failed is rank 0 on vm: exit code 1.
+""")
+    assert phases.last_error(log, rank=0) == "ValueError: a warning"
+    assert phases.last_error(log, rank=0, is_exit=True) == "Received no data."
+    log.write_text("Received no data.\n")
+    assert phases.last_error(log, rank=0, is_exit=True) == "Received no data."
+
+
 TARGETS = np.array([[1, 0], [1, 1], [0, 1], [0, 0]], "float32")
 
 
