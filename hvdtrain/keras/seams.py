@@ -249,6 +249,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_flatten_layers(include_self, recursive)",
              "All layers inside of a layer; the public `layers` has one level."),
         Seam("_clear_losses()", "The losses of a trace have no value."),
+        Seam("_seed_generators", "Which layer has drawn random numbers."),
         Seam("_trainable_variables",
              "A layer's own weights, frozen or not, without those of sublayers."),
         Seam("_non_trainable_variables", "As _trainable_variables."),
@@ -335,6 +336,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("dropout(inputs, rate, noise_shape, seed)",
              "A verification leaves it out: masks depend on the size of a batch.",
              replaced_by=("verify.left_out.leave_out_dropout",)),
+        *(Seam(f"{name}(shape, ...)",
+               "A verification gives one process the numbers that ranks have drawn.",
+               replaced_by=("verify.noise.exchange_noise",))
+          for name in ("normal", "truncated_normal", "uniform", "randint")),
     ),
     "keras.src.backend.common.name_scope": (
         Seam("current_path()", "The layer whose output has a layout."),

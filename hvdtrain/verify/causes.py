@@ -240,7 +240,7 @@ def _local_moments(evidence: Evidence) -> str:
 
 def _random_draws(evidence: Evidence) -> str:
     # Dropout draws nothing here.
-    names = [name for name, count in evidence.states_by_rank[0].draws.items() if count]
+    names = evidence.reference_by_rank[0].other_draws
     if not names:
         return ""
     return (
@@ -251,7 +251,7 @@ def _random_draws(evidence: Evidence) -> str:
 
 
 def _depends_on_rank(evidence: Evidence) -> str:
-    if not differ_by_rank(evidence.gradients_by_rank):
+    if not differ_by_rank([each.gradients for each in evidence.reference_by_rank]):
         return ""
     reason = _constant(evidence)
     return f"With equal weights and batches, gradients differ by rank: {reason}"

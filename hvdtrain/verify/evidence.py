@@ -1,7 +1,7 @@
 """What a verification has recorded of a script whose steps differ."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hvdtrain.verify.comparison import Difference
 from hvdtrain.verify.samples import Samples
@@ -15,14 +15,14 @@ class Evidence:
     Attributes:
         difference: the first one.
         facts_by_rank: facts of the script on each rank.
-        gradients_by_rank: in the reference, where ranks have the same weights and
-            batches, the norms of the first gradients.
+        reference_by_rank: facts of the reference, where ranks have the same weights
+            and batches.
         states_by_rank: the states after the step of this difference.
     """
 
     difference: Difference
     facts_by_rank: Sequence[Facts]
-    gradients_by_rank: Sequence[Mapping[str, float]]
+    reference_by_rank: Sequence[Facts]
     samples: Samples
     states_by_rank: Sequence[State]
 

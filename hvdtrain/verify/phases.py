@@ -169,8 +169,8 @@ class Verification:
         return Evidence(
             difference=difference,
             facts_by_rank=[files.read("facts", rank) for rank in ranks],
-            gradients_by_rank=[
-                self.files("reference").read("facts", rank).gradients for rank in ranks
+            reference_by_rank=[
+                self.files("reference").read("facts", rank) for rank in ranks
             ],
             samples=self.samples(),
             # A rank with fewer batches than the others has taken fewer steps.

@@ -18,6 +18,7 @@ from hvdtrain.sharding.shards import is_split_over_ranks
 from hvdtrain.verify.first_gradients import FirstGradients
 from hvdtrain.verify.graph_constants import constants
 from hvdtrain.verify.left_out import left_out_layers
+from hvdtrain.verify.noise import Draws
 from hvdtrain.verify.trajectory import (
     Directory,
     Facts,
@@ -55,6 +56,7 @@ class StepRecorder:
         reductions: how gradients are reduced; others write it.
         graph: in which they are reduced first; others write it.
         are_means: by loss, whether it is a mean over samples; others write it.
+        draws: of which generators the noise is that of the ranks; others write it.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class StepRecorder:
         self.reductions = Reductions()
         self.graph: tf.Graph | None = None
         self.are_means: dict[keras.losses.Loss, bool] = {}
+        self.draws = Draws()
 
     def add(self, optimizer: Optimizer) -> None:
         """Follow the steps of an optimizer that has been built."""
@@ -167,7 +170,6 @@ class StepRecorder:
         return State(
             variables=self._values(self.names.by_name(self._variables())),
             learning_rates=self._learning_rates(),
-            draws=dict(_draws(self._models)),
             metric_states=states,
             metrics=_comparable(metrics.results(measured, states)),
             metrics_of_ranks=self._metrics_of_ranks(measured, step),
@@ -256,6 +258,7 @@ class StepRecorder:
                 for name in self.names.by_name(made_untrained(model).values())
             ],
             gradients=self.gradients.norms(),
+            other_draws=_names(layer for layer in layers if self._draws_apart(layer)),
             left_out=list(self._left_out(layers)),
         )
 
@@ -276,6 +279,13 @@ class StepRecorder:
             for name, variable in self.names.by_name(untrained).items()
             if not name.partition(" #")[0].endswith(_MOVING)
         }
+
+    def _draws_apart(self, layer: keras.layers.Layer) -> bool:
+        """Return whether a layer has drawn numbers that are not those of the ranks."""
+        # Keras counts draws in the second number of a state.
+        states = [each.state for each in layer._seed_generators]
+        drawn = self.names.by_name(state for state in states if int(state.numpy()[1]))
+        return bool(drawn.keys() - (self.draws.matched - self.draws.unmatched))
 
     def _left_out(self, layers: Sequence[keras.layers.Layer]) -> Iterator[str]:
         yield from left_out_layers(layers)
@@ -342,11 +352,3 @@ def _normalizes_locally(layer: keras.layers.Layer) -> bool:
 
 # `keras.distribution` replaces it.
 _LOCAL_MOMENTS = keras.layers.BatchNormalization._moments
-
-
-def _draws(models: Iterable[keras.Model]) -> Iterator[tuple[str, int]]:
-    for model in models:
-        for variable in model.variables:
-            if variable.path.endswith("seed_generator_state"):
-                # Keras counts in the second number; the first is the seed.
-                yield variable.path, int(variable.numpy()[1])

@@ -68,7 +68,6 @@ class State:
         variables: values of the weights and of the optimizers' variables by name, on
             rank 0; their digests on the other ranks. Empty in the phase "alone".
         learning_rates: by the name of the optimizer.
-        draws: how many random numbers a layer has drawn, by the path of its seed.
         metric_states: values of the variables of metrics that are known to be sums.
         metrics: results of these metrics by name.
         metrics_of_ranks: in the reference, the results over all ranks of the first
@@ -77,7 +76,6 @@ class State:
 
     variables: Mapping[str, Any]
     learning_rates: Mapping[str, float]
-    draws: Mapping[str, int]
     metric_states: list[np.ndarray]
     metrics: Mapping[str, Any]
     metrics_of_ranks: Mapping[str, Any] | None
@@ -100,6 +98,8 @@ class Facts:
         untrained: digests of other weights, by name, but for moving statistics.
         made_untrained: names of weights that layers made with `trainable=False`.
         gradients: norms of the first gradients, by name of the variable.
+        other_draws: names of layers that have drawn random numbers; in the reference,
+            of those whose numbers are not the ones of the ranks.
         left_out: what of the script is not compared.
     """
 
@@ -114,6 +114,7 @@ class Facts:
     untrained: Mapping[str, str]
     made_untrained: list[str]
     gradients: Mapping[str, float]
+    other_draws: list[str]
     left_out: list[str]
 
 

@@ -19,6 +19,7 @@ from hvdtrain.verify import capture
 from hvdtrain.verify.batches_by_rank import BatchRecorder, BatchReplacer
 from hvdtrain.verify.first_gradients import note_first_gradients
 from hvdtrain.verify.left_out import leave_out_augmentation, leave_out_dropout
+from hvdtrain.verify.noise import Noise, exchange_noise
 from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
 from hvdtrain.verify.traced_reductions import note_reductions
 from hvdtrain.verify.trajectory import Directory, PhaseOptions, ScriptEnd
@@ -36,13 +37,14 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
     rank = launchers.launch().rank
     batches = BatchRecorder(recorded, rank=rank)
     is_reference = options.phase == "reference"
+    is_recorded = options.phase != "ranks"
     recorder = StepRecorder(
         files,
         rank=rank,
         steps=options.steps,
-        on_steps=batches.note_steps if options.phase == "ranks" else lambda steps: None,
+        on_steps=(lambda steps: None) if is_recorded else batches.note_steps,
         has_variables=options.phase != "alone",
-        recorded=None if options.phase == "ranks" else recorded,
+        recorded=recorded if is_recorded else None,
         compared_ranks=options.size if is_reference else 0,
         divisor=options.divisor if is_reference else 1.0,
     )
@@ -54,6 +56,9 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
     leave_out_augmentation()
     note_first_gradients(recorder.gradients)
     capture.record_steps(recorder, on_end=batches.note_end)
+    size = options.size if is_recorded else 0
+    noise = Noise(recorded, recorder.names, recorder.draws, rank=rank, size=size)
+    exchange_noise(noise)
     if options.phase == "ranks":
         note_reductions(recorder)
         capture.note_losses(recorder)
@@ -76,13 +81,6 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
         hvd.allgather_object(None, name="VerificationEnd")
 
 
-def _seed(seed: int) -> None:
-    # Keras draws its own seeds from Python's generator.
-    random.seed(seed)
-    np.random.seed(seed)
-    capture.seed_operations(seed)
-
-
 @contextlib.contextmanager
 def _noted_end(files: Directory, rank: int, batches: BatchRecorder) -> Iterator[None]:
     """Write when the script in the block ends by itself, or by an error."""
@@ -102,6 +100,13 @@ def _noted_end(files: Directory, rank: int, batches: BatchRecorder) -> Iterator[
             files.write("end", rank, value=end)
             raise
     files.write("end", rank, value=ScriptEnd(time=time.time()))
+
+
+def _seed(seed: int) -> None:
+    # Keras draws its own seeds from Python's generator.
+    random.seed(seed)
+    np.random.seed(seed)
+    capture.seed_operations(seed)
 
 
 def main(options: PhaseOptions, command: list[str]) -> None:

@@ -134,7 +134,9 @@ for epoch in range(3):
 raise SystemExit(0)""",
     )
 )
-ACCUMULATED = FIT.replace("(optimizer)", "(optimizer, backward_passes_per_step=6)")
+ACCUMULATED = FIT.replace(
+    "(optimizer)", "(optimizer, backward_passes_per_step=6)"
+).replace("keras.layers.Dropout(0.5)", "keras.layers.GaussianNoise(0.1)")
 # A rate that is warmed up by samples, and a metric that is no sum.
 WARMED_UP = FIT.replace(
     "Adam(0.01 * hvd.size())",
@@ -273,8 +275,22 @@ FAULTS = {
     ),
     "random numbers": (
         FIT,
-        {"keras.layers.Dropout(0.5)": "keras.layers.GaussianNoise(0.1)"},
-        "draws random numbers",
+        {
+            "middle = keras.layers.Dropout(0.5)": """
+
+class Shift(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + keras.random.normal((1, 16), seed=self.seed_generator)
+
+
+middle = Shift()
+"""
+        },
+        "shift draws random numbers",
     ),
     "data of all ranks": (
         FIT,

@@ -58,6 +58,25 @@ def changed(text, *replacements):
     return text
 
 
+SAMPLING = """
+
+class Sampling(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1337)
+
+    def call(self, mean):
+        shape = keras.ops.shape(mean)
+        return mean + keras.random.normal(shape, seed=self.seed_generator)
+
+
+middle = Sampling()
+"""
+GAN_STEP = """
+        noise = keras.random.normal((len(y), 8), seed=self.generator)
+        with tf.GradientTape() as tape:
+            of_real, of_fake = self(x), self(keras.random.uniform((len(y), 8)) * noise)
+            loss = keras.ops.mean((of_real - 1) ** 2 + of_fake**2)"""
 OWN_METRIC = WARMED_UP[WARMED_UP.index("class Largest") : WARMED_UP.index(", loss=")]
 
 # Ways to write a training that are right, beside those of CLEAN.
@@ -133,6 +152,23 @@ RIGHT = {
         ('Dense(16, "relu")', 'Dense(16, "relu", kernel_regularizer="l2")'),
     ),
     "a train_step": TRAIN_STEP,
+    "a variational autoencoder": changed(
+        FIT, ("middle = keras.layers.Dropout(0.5)", SAMPLING)
+    ),
+    "noise of a train_step": changed(
+        TRAIN_STEP,
+        ("    def train_step", "    generator = None\n\n    def train_step"),
+        (
+            """
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))""",
+            GAN_STEP.replace("len(y)", "keras.ops.shape(y)[0]"),
+        ),
+        (
+            "model.compile(",
+            "Model.generator = keras.random.SeedGenerator(3)\nmodel.compile(",
+        ),
+    ),
     # In a directory that is not there yet.
     "a checkpoint": changed(
         FIT,

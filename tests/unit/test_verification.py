@@ -31,7 +31,6 @@ def write(
     state = State(
         variables=variables or {name: np.asarray(weight)},
         learning_rates={"sgd": rate},
-        draws={},
         metric_states=[],
         metrics=metrics or {},
         metrics_of_ranks=metrics_of_ranks,

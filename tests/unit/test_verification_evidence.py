@@ -14,6 +14,7 @@ from hvdtrain.verify.evidence import Evidence
 from hvdtrain.verify.first_gradients import FirstGradients, note_first_gradients
 from hvdtrain.verify.gradient_norms import differ_by_rank, factor_of_size
 from hvdtrain.verify.graph_constants import constants
+from hvdtrain.verify.noise import Draws, Noise, exchange_noise
 from hvdtrain.verify.samples import Samples
 from hvdtrain.verify.shuffles import shuffles_before_shard
 from hvdtrain.verify.step_recorder import StepRecorder
@@ -38,6 +39,7 @@ def facts(*, reductions=(), **values):
         "untrained": {},
         "made_untrained": [],
         "gradients": {"w": 1.0},
+        "other_draws": [],
         "left_out": [],
     }
     return Facts(reductions=Reductions(**reductions), **defaults | values)
@@ -48,7 +50,6 @@ def state(variables):
     return State(
         variables=variables,
         learning_rates={"sgd": 0.1},
-        draws={},
         metric_states=[],
         metrics={},
         metrics_of_ranks=None,
@@ -62,7 +63,7 @@ def reasons(*facts_by_rank, gradients_by_rank=({"w": 1.0}, {"w": 1.0}), ratio=1.
     evidence = Evidence(
         difference=Difference(step=1, name="w", size=0.1, scale=1.0, ratio=ratio),
         facts_by_rank=facts_by_rank if len(facts_by_rank) > 1 else 2 * facts_by_rank,
-        gradients_by_rank=gradients_by_rank,
+        reference_by_rank=[facts(gradients=each) for each in gradients_by_rank],
         samples=Samples(
             sizes=[8, 8],
             number=16,
@@ -178,6 +179,46 @@ def test_full_steps_of_rounding(dtype, norms, is_equal, tmp_path):
 def test_gradients_that_differ_by_rank():
     assert not differ_by_rank([{"w": 1.0, "b": 1e-9}, {"w": 1.00001, "b": 2e-9}])
     assert differ_by_rank([{"w": 1.0}, {"w": 1.0}, {"w": 1.1}])
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+@pytest.mark.parametrize(
+    ("rows", "is_matched"), [((3, 2), True), ((1, 1), False), ((3, 3), False)]
+)
+def test_one_process_draws_the_noise_of_all_ranks(
+    rows, is_matched, wrap, tmp_path, monkeypatch
+):
+    for name in ("normal", "truncated_normal", "uniform", "randint"):
+        original = getattr(keras.src.backend.random, name)
+        monkeypatch.setattr(keras.src.backend.random, name, original)
+    plain = keras.src.backend.random.normal
+
+    def draw(number, rank, size, seed):
+        """Return the second of two draws of `number` rows, as a rank makes them."""
+        monkeypatch.setattr(keras.src.backend.random, "normal", plain)
+        names, draws = VariableNames(), Draws()
+        files = Directory(tmp_path, "ranks")
+        exchange_noise(Noise(files, names, draws, rank=rank, size=size))
+        generator = keras.random.SeedGenerator(seed, name="noise")
+        names.add(generator.state)
+
+        @wrap
+        def step(number):
+            return keras.random.normal((number, 2), seed=generator)
+
+        step(tf.constant(number))
+        return step(tf.constant(number)).numpy(), draws
+
+    written = [draw(number, rank, 0, rank)[0] for rank, number in enumerate(rows)]
+    number = 5 if sum(rows) == 5 else rows[0]
+    found, draws = draw(number, 0, 2, 0)
+    assert bool(draws.matched) == is_matched
+    assert bool(draws.unmatched) != is_matched
+    if is_matched:
+        np.testing.assert_array_equal(found, np.concatenate(written))
+    else:
+        # As without a verification.
+        np.testing.assert_array_equal(found, written[0])
 
 
 @pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
