@@ -43,6 +43,8 @@ _SKIPPING = "keras.hook.UpdateSkipping"
 _DECAY = "keras.weight_decay.WeightDecay"
 _RECORD = "verify.capture.record_steps"
 _EVALUATION = "verify.capture.note_other_loops"
+_WEIGHTS = "verify.capture.note_class_weights"
+_DECISIONS = "verify.decisions.note_decisions"
 _ENABLE = "distribution.enabling.enable"
 _XLA = "keras.compiled_gradients.install"
 _SAVING = "keras.sharded_saving.install"
@@ -129,8 +131,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         *(Seam(f"{name}(callbacks, ...)",
                "Contains collectives where the model is sharded: all ranks call it.",
                replaced_by=("keras.sharded_models.install", *others))
-          for name, *others in (("fit", _ENABLE), ("evaluate", _EVALUATION, _ENABLE),
-                                ("predict", _EVALUATION, _ENABLE))),
+          for name, *others in (
+              ("fit", _ENABLE, _WEIGHTS, _DECISIONS),
+              ("evaluate", _EVALUATION, _ENABLE),
+              ("predict", _EVALUATION, _ENABLE))),
         *(Seam(f"{name}(filepath, ...)",
                "All ranks call it where the model is sharded, and gather or load.",
                replaced_by=("keras.sharded_models.install",))
@@ -160,7 +164,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("train_on_batch(x, y, sample_weight, ...)",
              "A verification records its batches and steps, or replaces its batches; "
              "under keras.distribution its first step has the weights of rank 0.",
-             replaced_by=("verify.capture.exchange_batches", _RECORD, _ENABLE)),
+             replaced_by=(
+                 "verify.capture.exchange_batches", _RECORD, _WEIGHTS, _ENABLE)),
         *(Seam(signature, "Under keras.distribution the samples of all ranks count.",
                replaced_by=(_ENABLE,))
           for signature in ("get_metrics_result()", "predict_step(data)")),
@@ -225,8 +230,21 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     ),
     "keras.callbacks.CallbackList": (
         Seam("on_train_batch_end(batch, logs)",
-             "A verification records the steps of `fit`.", replaced_by=(_RECORD,)),
+             "A verification records the steps of `fit`, and ends an epoch early.",
+             replaced_by=(_RECORD, _DECISIONS), is_ordered=True),
+        Seam("on_test_batch_end(batch, logs)", "Ends an evaluation early.",
+             replaced_by=(_DECISIONS,)),
+        Seam("on_epoch_end(epoch, logs)", "Ends the script after an epoch.",
+             replaced_by=(_DECISIONS,)),
     ),
+    **{
+        f"keras.callbacks.{name}": (
+            Seam("on_epoch_end(epoch, logs)",
+                 "A verification notes the value that it decides by.",
+                 replaced_by=(_DECISIONS,)),
+        )
+        for name in ("EarlyStopping", "ReduceLROnPlateau")
+    },
     "keras.Sequential": (
         Seam("_functional", "The graph of a sequential model."),
     ),

@@ -115,6 +115,7 @@ def _verify(verification: Verification) -> list[str]:
             print(f"float64 is not possible: {error.reason}")
             rounding = [_MAY_BE_ROUNDING]
     faults = _check_batches(verification.samples())
+    faults += verification.faults_of_ranks(are_steps_equal=not compared.first)
     if compared.first:
         evidence = verification.evidence(compared.first)
         # Beside a reason that is certain, others would only repeat the symptom.

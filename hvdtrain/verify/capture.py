@@ -8,6 +8,7 @@ of `train_on_batch`.
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import threading
@@ -164,6 +165,31 @@ def _note_evaluation(name: str, batches: BatchRecorder) -> None:
             return method(*args, **kwargs)
 
     replace(keras.Model, name, evaluate, by=note_other_loops)
+
+
+def note_class_weights(recorder: StepRecorder) -> None:
+    """Note the argument `class_weight` of calls of the script."""
+
+    def replaced(name: str) -> Callable[..., Any]:
+        method = getattr(keras.Model, name)
+        parameters = inspect.signature(method)
+
+        @functools.wraps(method)
+        def note_and_call(*args: Any, **kwargs: Any) -> Any:
+            # Wrong arguments are errors of the method.
+            with contextlib.suppress(TypeError):
+                weights = parameters.bind(*args, **kwargs).arguments.get("class_weight")
+                text = ", ".join(
+                    f"{k}: {float(v):.6g}" for k, v in sorted((weights or {}).items())
+                )
+                if text and text not in recorder.class_weights:
+                    recorder.class_weights.append(text)
+            return method(*args, **kwargs)
+
+        return note_and_call
+
+    for name in ("fit", "train_on_batch"):
+        replace(keras.Model, name, replaced(name), by=note_class_weights)
 
 
 def note_losses(recorder: StepRecorder) -> None:

@@ -5,10 +5,12 @@ frequent mistakes in scripts.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from hvdtrain.verify import rank_values
 from hvdtrain.verify.evidence import Evidence
 from hvdtrain.verify.gradient_norms import differ_by_rank
+from hvdtrain.verify.rank_values import listed
 from hvdtrain.verify.trajectory import digest
 
 _RATIO_TOLERANCE = 0.02
@@ -52,7 +54,7 @@ def _unreduced(evidence: Evidence) -> str:
     if not (names and is_known) or reductions.is_by_script:
         return ""
     return (
-        f"The gradients of {_listed(names[:3])} are not reduced over the ranks, others "
+        f"The gradients of {listed(names[:3])} are not reduced over the ranks, others "
         "are: wrap each optimizer by hvd.DistributedOptimizer, or each tape by "
         "hvd.DistributedGradientTape."
     )
@@ -73,27 +75,20 @@ def _rates_differ(evidence: Evidence) -> str:
     for name in rates[0]:
         values = [rate.get(name) for rate in rates]
         if len(set(values)) > 1:
-            listed = ", ".join(f"{value or 0:.6g}" for value in values)
+            numbers = ", ".join(f"{value or 0:.6g}" for value in values)
             return (
-                f"The learning rate of {name!r} differs by rank: {listed}. Set it on "
+                f"The learning rate of {name!r} differs by rank: {numbers}. Set it on "
                 "all ranks, also in callbacks."
             )
     return ""
 
 
 def _learned_apart(evidence: Evidence) -> str:
-    first, *others = (facts.learned for facts in evidence.facts_by_rank)
-    names = [
-        name
-        for name, text in first.items()
-        if any(other.get(name, text) != text for other in others)
-    ]
-    if not names:
-        return ""
-    return (
-        f"The ranks differ in {_listed(names[:3])}: adapt layers to the same samples "
-        "on every rank, before the first step."
-    )
+    return rank_values.unequal_learned(evidence.facts_by_rank)
+
+
+def _class_weights(evidence: Evidence) -> str:
+    return rank_values.unequal_class_weights(evidence.facts_by_rank)
 
 
 def _untrained_names(evidence: Evidence, *, of_layers: bool) -> list[str]:
@@ -113,7 +108,7 @@ def _layers_update(evidence: Evidence) -> str:
     if not names:
         return ""
     return (
-        f"{_listed(names[:3])} of a layer is not equal on all ranks after the first "
+        f"{listed(names[:3])} of a layer is not equal on all ranks after the first "
         "step. Reduce by hvd.allreduce what the layer adds to it in its call; if the "
         "call does not change it, broadcast model.variables before the first step."
     )
@@ -124,7 +119,7 @@ def _untrained_apart(evidence: Evidence) -> str:
     if not names:
         return ""
     return (
-        f"{_listed(names[:3])} is not trained, and not equal on all ranks: broadcast "
+        f"{listed(names[:3])} is not trained, and not equal on all ranks: broadcast "
         "model.variables, not model.trainable_variables, before the first step."
     )
 
@@ -134,7 +129,7 @@ def _unequal_batches(evidence: Evidence) -> str:
     if len(set(sizes)) < 2:
         return ""
     return (
-        f"The batches of the ranks have {_listed(sizes)} samples, and each rank's mean "
+        f"The batches of the ranks have {listed(sizes)} samples, and each rank's mean "
         "has the same weight: drop the rest of the data, or deal them evenly."
     )
 
@@ -164,7 +159,7 @@ def _sum_of_penalties(evidence: Evidence) -> str:
     if "Sum" not in evidence.operations or not names:
         return ""
     return (
-        f"{_listed(names[:3])} adds a regularizer, or another loss that is no sum over "
+        f"{listed(names[:3])} adds a regularizer, or another loss that is no sum over "
         f"samples, and op=hvd.Sum adds it {evidence.size} times: use op=hvd.Average "
         "and a mean loss, or divide sum(model.losses) by hvd.size()."
     )
@@ -175,7 +170,7 @@ def _batch_losses(evidence: Evidence) -> str:
     if not names:
         return ""
     return (
-        f"The loss {_listed(names[:3])} of a batch is no mean over its samples, and "
+        f"The loss {listed(names[:3])} of a batch is no mean over its samples, and "
         "the mean over ranks is another number: compute it for each sample, such as "
         "Dice(axis=(1, 2, 3)), or of hvd.allgather(y_true) and hvd.allgather(y_pred)."
     )
@@ -233,7 +228,7 @@ def _local_moments(evidence: Evidence) -> str:
     if not names:
         return ""
     return (
-        f"{_listed(names[:3])} normalizes by the moments of the local batch: use "
+        f"{listed(names[:3])} normalizes by the moments of the local batch: use "
         "hvd.SyncBatchNormalization."
     )
 
@@ -244,7 +239,7 @@ def _random_draws(evidence: Evidence) -> str:
     if not names:
         return ""
     return (
-        f"{_listed(names[:3])} draws random numbers, others for each batch and rank: "
+        f"{listed(names[:3])} draws random numbers, others for each batch and rank: "
         "the distribution is that of one process, the numbers are not. Verify the "
         "script without this layer."
     )
@@ -262,10 +257,9 @@ def _constant(evidence: Evidence) -> str:
     for name, text in first.items():
         values = [text, *(each.get(name, text) for each in others)]
         if len(set(values)) > 1:
-            listed = _listed(values)
             return (
-                f"a constant of the step ({name}) is {listed}. Make it the same on all "
-                "ranks, such as by hvd.broadcast_object."
+                f"a constant of the step ({name}) is {listed(values)}. Make it the "
+                "same on all ranks, such as by hvd.broadcast_object."
             )
     return (
         "the loss or the model reads hvd.rank(), a number that is not equal on all "
@@ -279,7 +273,7 @@ def _masks(evidence: Evidence) -> str:
     if not names:
         return ""
     return (
-        f"{_listed(names[:3])} makes masks, and each rank divides by its own number of "
+        f"{listed(names[:3])} makes masks, and each rank divides by its own number of "
         "unmasked steps: make batches with equally many, or pass sample_weight."
     )
 
@@ -307,7 +301,7 @@ def _compression(evidence: Evidence) -> str:
     names = {name for _, name in evidence.facts.reductions.kinds} - {"NoneCompressor"}
     if not names:
         return ""
-    return f"Gradients are rounded by {_listed(sorted(names))} before the reduction."
+    return f"Gradients are rounded by {listed(sorted(names))} before the reduction."
 
 
 def _ranks_differ(evidence: Evidence) -> str:
@@ -322,10 +316,6 @@ def _ranks_differ(evidence: Evidence) -> str:
     return ""
 
 
-def _listed(values: Sequence[object]) -> str:
-    return " and ".join(map(str, values))
-
-
 # The most likely one first.
 _CAUSES: tuple[Callable[[Evidence], str], ...] = (
     _no_reduction,
@@ -333,6 +323,7 @@ _CAUSES: tuple[Callable[[Evidence], str], ...] = (
     _late_broadcast,
     _rates_differ,
     _learned_apart,
+    _class_weights,
     _layers_update,
     _untrained_apart,
     _unequal_batches,
@@ -360,6 +351,7 @@ _SUFFICIENT = (
     _late_broadcast,
     _rates_differ,
     _learned_apart,
+    _class_weights,
     _unequal_batches,
     _adasum,
     _multiple,

@@ -13,7 +13,7 @@ from hvdtrain import environment
 from hvdtrain.install.commands import InstallError, Steps
 from hvdtrain.job import JobError
 from hvdtrain.job.launchers import without_launch
-from hvdtrain.verify import comparison, gradient_norms, samples
+from hvdtrain.verify import comparison, gradient_norms, rank_values, samples
 from hvdtrain.verify.evidence import Evidence
 from hvdtrain.verify.isolation import make_tree
 from hvdtrain.verify.trajectory import Directory, Phase, PhaseOptions
@@ -97,7 +97,9 @@ class Verification:
             # Of several lines, the first has the exit code, or "timed out".
             reason = str(error).partition("\n")[0]
             if "timed out" not in reason:
-                reason = self._failure(phase, log)
+                # A rank that stops alone ends the others by an error.
+                decision = rank_values.unequal_monitored(self._monitored())
+                reason = decision or self._failure(phase, log)
             raise PhaseError(reason, log) from None
         finally:
             shutil.rmtree(tree, ignore_errors=True)
@@ -176,6 +178,29 @@ class Verification:
             # A rank with fewer batches than the others has taken fewer steps.
             states_by_rank=[state for state in states if state],
         )
+
+    def faults_of_ranks(self, *, are_steps_equal: bool) -> list[str]:
+        """Return what is wrong with values of the ranks, beside their steps.
+
+        Args:
+            are_steps_equal: whether values are included that are a reason for steps
+                which differ.
+        """
+        files, ranks = self.files("ranks"), range(self.size)
+        facts = [files.read("facts", rank) for rank in ranks]
+        written = [files.read("written", rank) or () for rank in ranks]
+        faults = [rank_values.equal_seeds(facts), rank_values.common_files(written)]
+        if are_steps_equal:
+            faults += [
+                rank_values.unequal_learned(facts),
+                rank_values.unequal_class_weights(facts),
+                rank_values.unequal_monitored(self._monitored()),
+            ]
+        return [text for text in faults if text]
+
+    def _monitored(self) -> list[rank_values.Monitored]:
+        files = self.files("ranks")
+        return [files.read("monitored", rank) or {} for rank in range(self.size)]
 
     def factor_of_size(self) -> float:
         """Return by what the script multiplies gradients because of `hvd.size()`.

@@ -56,6 +56,7 @@ class StepRecorder:
         reductions: how gradients are reduced; others write it.
         graph: in which they are reduced first; others write it.
         are_means: by loss, whether it is a mean over samples; others write it.
+        class_weights: the arguments of this name as text; others write it.
         draws: of which generators the noise is that of the ranks; others write it.
     """
 
@@ -88,6 +89,7 @@ class StepRecorder:
         self.reductions = Reductions()
         self.graph: tf.Graph | None = None
         self.are_means: dict[keras.losses.Loss, bool] = {}
+        self.class_weights: list[str] = []
         self.draws = Draws()
 
     def add(self, optimizer: Optimizer) -> None:
@@ -242,9 +244,11 @@ class StepRecorder:
             regularized_layers=_names(layer for layer in layers if _adds_losses(layer)),
             learned={
                 value.name: value.text
-                for model in self._models
-                for value in learned_state(model)
+                for layer in [*self._models, *_adapted_outside(layers)]
+                for value in learned_state(layer)
             },
+            class_weights="; ".join(self.class_weights),
+            seeds=_seeds(layers),
             batch_losses=[
                 str(loss.name)
                 for loss, is_mean in self.are_means.items()
@@ -320,6 +324,29 @@ def _instances_of(cls: type) -> list[Any]:
     """Return all objects of a class; the script does not say which ones it uses."""
     # `isinstance` would ask a weak proxy for the class of an object that may be gone.
     return [each for each in gc.get_objects() if issubclass(type(each), cls)]
+
+
+def _adapted_outside(
+    inside: Sequence[keras.layers.Layer],
+) -> list[keras.layers.Layer]:
+    """Return layers that learn from samples and are in no model: in a dataset, say."""
+    layers = [x for x in _instances_of(keras.layers.Layer) if hasattr(x, "adapt")]
+    known = {id(layer) for layer in inside}
+    # A layer of text contains one with its vocabulary.
+    for layer in layers:
+        known |= {id(x) for x in layer._flatten_layers(include_self=False)}
+    return [layer for layer in layers if id(layer) not in known]
+
+
+def _seeds(layers: Iterable[keras.layers.Layer]) -> dict[str, int]:
+    """Return the first seeds of layers that draw numbers in a job, by name."""
+    return {
+        layer.name: int(state[0])
+        for layer in layers
+        for state in [each.state.numpy() for each in layer._seed_generators[:1]]
+        # Those that are left out do not draw here.
+        if int(state[1]) or any(left_out_layers([layer]))
+    }
 
 
 def _check_full_state(optimizer: Optimizer) -> None:

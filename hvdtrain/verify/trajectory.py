@@ -93,6 +93,8 @@ class Facts:
         regularized_layers: names of layers that add to `model.losses`.
         learned: what preprocessing layers have learned from samples, by its name; for a
             long value its checksum.
+        class_weights: the arguments `class_weight` of the script.
+        seeds: of layers that draw random numbers, by the name of the layer.
         batch_losses: names of losses of a batch that are no means over its samples.
         trained: names of the weights of optimizers that have taken a step.
         untrained: digests of other weights, by name, but for moving statistics.
@@ -109,6 +111,8 @@ class Facts:
     masking_layers: list[str]
     regularized_layers: list[str]
     learned: Mapping[str, str]
+    class_weights: str
+    seeds: Mapping[str, int]
     batch_losses: list[str]
     trained: list[str]
     untrained: Mapping[str, str]

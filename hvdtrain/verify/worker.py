@@ -17,12 +17,14 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import launchers
 from hvdtrain.verify import capture
 from hvdtrain.verify.batches_by_rank import BatchRecorder, BatchReplacer
+from hvdtrain.verify.decisions import Decisions, note_decisions
 from hvdtrain.verify.first_gradients import note_first_gradients
 from hvdtrain.verify.left_out import leave_out_augmentation, leave_out_dropout
 from hvdtrain.verify.noise import Noise, exchange_noise
 from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
 from hvdtrain.verify.traced_reductions import note_reductions
 from hvdtrain.verify.trajectory import Directory, PhaseOptions, ScriptEnd
+from hvdtrain.verify.written_files import note_written_files
 
 # What the script does not seed has a seed of its own on each rank, as in a job, where
 # it differs by process: a missing broadcast is seen, and unequal orders of samples.
@@ -62,6 +64,8 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
     if options.phase == "ranks":
         note_reductions(recorder)
         capture.note_losses(recorder)
+        capture.note_class_weights(recorder)
+        note_decisions(Decisions(files, rank=rank))
         capture.exchange_batches(batches)
         capture.note_other_loops(batches)
     if options.phase != "ranks":
@@ -71,11 +75,13 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
         capture.exchange_batches(replacer)
     if is_reference:
         capture.compute_as_one_process()
+    written = note_written_files()
     with contextlib.suppress(FinishedError):
         with _noted_end(files, rank, batches):
             yield
         # The step of a loop that took its last batch.
         recorder.record()
+    files.write("written", rank, value=written)
     # A rank that leaves would end the collectives in which the others still are.
     if hvd.is_initialized():
         hvd.allgather_object(None, name="VerificationEnd")

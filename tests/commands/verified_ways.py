@@ -152,6 +152,15 @@ RIGHT = {
         ('Dense(16, "relu")', 'Dense(16, "relu", kernel_regularizer="l2")'),
     ),
     "a train_step": TRAIN_STEP,
+    "a decision by a mean metric": changed(
+        FIT,
+        (
+            "Callback(0)]",
+            "Callback(0), hvd.callbacks.MetricAverageCallback(), "
+            "keras.callbacks.EarlyStopping()]",
+        ),
+        ("verbose=0", "validation_data=(x, y), verbose=0"),
+    ),
     "a variational autoencoder": changed(
         FIT, ("middle = keras.layers.Dropout(0.5)", SAMPLING)
     ),
@@ -204,6 +213,46 @@ model.fit(""",
 }
 # The same form as FAULTS.
 WRONG = {
+    "a decision by a local metric": (
+        FIT,
+        {
+            "Callback(0)]": "Callback(0), keras.callbacks.EarlyStopping()]",
+            "verbose=0": "validation_data=(x, y), verbose=0",
+        },
+        "val_loss, by which a callback decides, differs by rank: ",
+    ),
+    "class weights of a shard": (
+        FIT,
+        {
+            "keepdims=True)": "keepdims=True) > 0",
+            "Dense(1)": 'Dense(1, "sigmoid")',
+            '"mse"': '"binary_crossentropy"',
+            "verbose=0": "class_weight={0: 1.0, 1: 2.0 + hvd.rank()}, verbose=0",
+        },
+        "class_weight differs by rank: 0: 1, 1: 2 and 0: 1, 1: 3.",
+    ),
+    "seeds of all ranks": (
+        LOOP,
+        {
+            "hvd.init()": "hvd.init()\nkeras.utils.set_random_seed(7)",
+            "[embedding, pool, ": "[embedding, pool, keras.layers.Dropout(0.5), ",
+            "(model.variables": "(model.weights",
+        },
+        "The seeds of dropout are equal on several ranks",
+    ),
+    "moments of a shard": (
+        FIT,
+        {
+            "size = 16": "norm = keras.layers.Normalization()\nnorm.adapt(x)\n"
+            "x, size = keras.ops.convert_to_numpy(norm(x)), 16"
+        },
+        "The ranks differ in the mean of the layer normalization",
+    ),
+    "one file of all ranks": (
+        LOOP,
+        {"    step(x, y)": '    step(x, y)\n    model.save("model.keras")'},
+        "Several ranks write model.keras, at the same time",
+    ),
     "clipping in train_step": (
         TRAIN_STEP,
         {"        self.opt": f"        gradients = {CLIP}\n        self.opt"},

@@ -1,5 +1,7 @@
 """What a verification records of a script, and the reasons that it finds in it."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.framework import random_seed
 
-from hvdtrain.verify import capture, causes, comparison, left_out
+from hvdtrain.verify import capture, causes, comparison, left_out, rank_values
 from hvdtrain.verify.batches_by_rank import BatchReplacer
 from hvdtrain.verify.comparison import Difference
 from hvdtrain.verify.evidence import Evidence
@@ -21,6 +23,7 @@ from hvdtrain.verify.step_recorder import StepRecorder
 from hvdtrain.verify.traced_reductions import ClippedTensors
 from hvdtrain.verify.trajectory import Directory, Facts, Reductions, State, digest
 from hvdtrain.verify.variable_names import VariableNames
+from hvdtrain.verify.written_files import note_written_files
 
 
 def facts(*, reductions=(), **values):
@@ -34,6 +37,8 @@ def facts(*, reductions=(), **values):
         "masking_layers": [],
         "regularized_layers": [],
         "learned": {},
+        "class_weights": "",
+        "seeds": {},
         "batch_losses": [],
         "trained": ["w"],
         "untrained": {},
@@ -179,6 +184,66 @@ def test_full_steps_of_rounding(dtype, norms, is_equal, tmp_path):
 def test_gradients_that_differ_by_rank():
     assert not differ_by_rank([{"w": 1.0, "b": 1e-9}, {"w": 1.00001, "b": 2e-9}])
     assert differ_by_rank([{"w": 1.0}, {"w": 1.0}, {"w": 1.1}])
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong", "expected"),
+    [
+        (
+            rank_values.unequal_class_weights,
+            [facts(class_weights="0: 1"), facts(class_weights="0: 1")],
+            [facts(class_weights="0: 1"), facts(class_weights="")],
+            "class_weight differs by rank: 0: 1 and no weights.",
+        ),
+        (
+            rank_values.equal_seeds,
+            [facts(seeds={"dropout": 1}), facts(seeds={"dropout": 2})],
+            [facts(seeds={"noise": rank, "dropout": 1}) for rank in range(2)],
+            "The seeds of dropout are equal on several ranks",
+        ),
+        (
+            rank_values.unequal_learned,
+            # A rank may have a layer alone.
+            [facts(learned={"the mean of the layer a": "1"}), facts()],
+            [facts(learned={"the mean of the layer a": each}) for each in "12"],
+            "The ranks differ in the mean of the layer a",
+        ),
+        (
+            rank_values.unequal_monitored,
+            # Rank 1 has ended after the first epoch.
+            [{"loss": [0.5, 0.4]}, {"loss": [0.5]}],
+            [{"loss": [0.5, 0.4]}, {"loss": [0.5, 0.3]}],
+            "loss, by which a callback decides, differs by rank: 0.4 and 0.3.",
+        ),
+        (
+            rank_values.common_files,
+            [{"a.txt"}, {"b.txt"}, set()],
+            [{"a.txt", "b.txt"}, set(), {"b.txt"}],
+            "Several ranks write b.txt",
+        ),
+    ],
+)
+def test_values_of_the_ranks(function, right, wrong, expected):
+    assert function(right) == ""
+    assert function(wrong).startswith(expected)
+
+
+def test_files_that_are_written_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inside").mkdir()
+    written = note_written_files()
+    for path, mode in {
+        "a.txt": "w",
+        "log.txt": "a",
+        "b.txt": "xb",
+        ".hidden": "w",
+        "../outside.txt": "w",
+    }.items():
+        with open(path, mode):
+            pass
+    os.chdir("inside")
+    np.save("c.npy", np.zeros(1))
+    assert written == {"a.txt", "inside/c.npy"}
 
 
 @pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
