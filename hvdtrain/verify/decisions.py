@@ -77,7 +77,9 @@ def note_decisions(decisions: Decisions) -> None:
             return fit(self, *args, **kwargs)
 
     @functools.wraps(on_train_batch_end)
-    def end_step(self: keras.callbacks.CallbackList, batch: int, logs: Any) -> None:
+    def end_step(
+        self: keras.callbacks.CallbackList, batch: int, logs: Any = None
+    ) -> None:
         try:
             on_train_batch_end(self, batch, logs)
         except FinishedError:
@@ -89,14 +91,16 @@ def note_decisions(decisions: Decisions) -> None:
     _call_around(
         callbacks,
         "on_test_batch_end",
-        after=lambda _, batch, *__: decisions.note_evaluation(batch),
+        after=lambda _, batch, logs=None: decisions.note_evaluation(batch),
     )
-    _call_around(callbacks, "on_epoch_end", after=lambda *_: decisions.note_epoch())
+    _call_around(
+        callbacks, "on_epoch_end", after=lambda *_, **__: decisions.note_epoch()
+    )
     for kind in _DECIDING:
         _call_around(
             kind,
             "on_epoch_end",
-            before=lambda callback, _, logs=None: decisions.note(
+            before=lambda callback, epoch, logs=None: decisions.note(
                 callback.monitor, logs
             ),
         )
@@ -106,15 +110,15 @@ def _call_around(
     owner: type,
     name: str,
     *,
-    before: Callable[..., None] = lambda *_: None,
-    after: Callable[..., None] = lambda *_: None,
+    before: Callable[..., None] = lambda *_, **__: None,
+    after: Callable[..., None] = lambda *_, **__: None,
 ) -> None:
     method = getattr(owner, name)
 
     @functools.wraps(method)
-    def call(*args: Any) -> None:
-        before(*args)
-        method(*args)
-        after(*args)
+    def call(*args: Any, **kwargs: Any) -> None:
+        before(*args, **kwargs)
+        method(*args, **kwargs)
+        after(*args, **kwargs)
 
     replace(owner, name, call, by=note_decisions)
