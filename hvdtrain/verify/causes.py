@@ -49,6 +49,12 @@ def _unreduced(evidence: Evidence) -> str:
     reductions = evidence.facts.reductions
     trained = evidence.facts.trained
     names = [name for name in trained if name not in reductions.names]
+    if evidence.facts.unreduced:
+        return (
+            f"The gradients of the optimizer {listed(evidence.facts.unreduced)} are "
+            "not reduced over the ranks, others are: wrap each optimizer by "
+            "hvd.DistributedOptimizer, also for a second compile."
+        )
     # A script may reduce any tensor, and a tape may have sources of another name.
     is_known = reductions.kinds and reductions.names <= {*trained}
     if not (names and is_known) or reductions.is_by_script:
@@ -196,7 +202,7 @@ def _clipped(evidence: Evidence) -> str:
 
 
 def _multiple(evidence: Evidence) -> str:
-    size, ratio = evidence.size, evidence.difference.ratio
+    size = evidence.size
     factors = {
         f"{size}": size,
         f"1 / {size}": 1 / size,
@@ -205,13 +211,18 @@ def _multiple(evidence: Evidence) -> str:
         f"1 / {size**2}": 1 / size**2,
     }
     for text, factor in factors.items():
-        if math.isclose(ratio, factor, rel_tol=_RATIO_TOLERANCE):
+        if _is_ratio(evidence, factor):
             return (
                 f"The change since the start is {text} of the reference's: a loss or "
                 "gradient is multiplied or divided by the number of ranks, or summed "
                 "where it should be averaged."
             )
     return ""
+
+
+def _is_ratio(evidence: Evidence, factor: float) -> bool:
+    ratio = evidence.difference.ratio
+    return math.isclose(ratio, factor, rel_tol=_RATIO_TOLERANCE)
 
 
 def _weighted_mean(evidence: Evidence) -> str:
@@ -279,8 +290,15 @@ def _masks(evidence: Evidence) -> str:
 
 
 def _reduced_by_script(evidence: Evidence) -> str:
-    if not evidence.facts.reductions.is_by_script:
+    reductions = evidence.facts.reductions
+    if not reductions.is_by_script:
         return ""
+    if reductions.has_sums and _is_ratio(evidence, evidence.size):
+        return (
+            "The script adds up gradients by hvd.allreduce with op=hvd.Sum, which is "
+            f"{evidence.size} times their mean: use op=hvd.Average, or "
+            "hvd.DistributedGradientTape."
+        )
     return (
         "The script calls hvd.allreduce itself. In one process this returns its "
         "argument: a sum that the script divides by hvd.size() differs. Use "

@@ -3,9 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
+from hvdtrain.verify import gradient_norms
 from hvdtrain.verify.comparison import Difference
 from hvdtrain.verify.samples import Samples
 from hvdtrain.verify.trajectory import Facts, State
+
+# A difference in relation to the largest value, beyond which it is no rounding.
+_SMALL = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,14 @@ class Evidence:
     def facts(self) -> Facts:
         """The facts of rank 0."""
         return self.facts_by_rank[0]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the difference may be rounding."""
+        norms = self.reference_by_rank[0].gradients
+        # An optimizer may make full steps of a gradient that is rounding.
+        is_rounding = gradient_norms.is_rounding(norms, self.difference.name)
+        return self.difference.relative < _SMALL or is_rounding
 
     @property
     def size(self) -> int:

@@ -44,6 +44,12 @@ def factor_of_size(
     return 1.0
 
 
+def is_rounding(norms: Mapping[str, float], name: str) -> bool:
+    """Return whether the gradient of a variable may be nothing but rounding."""
+    largest = max(norms.values(), default=0.0)
+    return name in norms and norms[name] < _ROUNDING * largest
+
+
 def zero_by_construction(norms: Mapping[str, float]) -> set[str]:
     """Return the variables whose gradients, in float64, are rounding."""
     largest = max(norms.values(), default=0.0)

@@ -13,7 +13,11 @@ from hvdtrain.keras.layers import made_untrained, normalizes_over_ranks
 from hvdtrain.keras.loss_reductions import find_kind
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.unlisted import learned_state
-from hvdtrain.keras.variables import Optimizer, non_local_state
+from hvdtrain.keras.variables import (
+    Optimizer,
+    non_local_state,
+    optimizers_inside,
+)
 from hvdtrain.sharding.shards import is_split_over_ranks
 from hvdtrain.verify.first_gradients import FirstGradients
 from hvdtrain.verify.graph_constants import constants
@@ -82,6 +86,9 @@ class StepRecorder:
         self._optimizers: list[Optimizer] = []
         # The iterations of each optimizer at the last step.
         self._iterations: list[int] = []
+        # The number of reductions that were traced before.
+        self._reductions = 0
+        self._unreduced: list[str] = []
         self._models: list[keras.Model] = []
         self._done = 0
         self.names = VariableNames()
@@ -127,6 +134,13 @@ class StepRecorder:
         steps = max((new - old for new, old in pairs), default=0)
         if steps <= 0:
             return
+        started = [
+            optimizer
+            for optimizer, new, old in zip(
+                self._optimizers, iterations, self._iterations, strict=True
+            )
+            if new and not old
+        ]
         self._iterations = iterations
         if not self._done:
             models = _instances_of(keras.Model)
@@ -134,6 +148,8 @@ class StepRecorder:
                 models, key=lambda each: self.names.place(each.weights)
             )
             self._check_replicated()
+        if started:
+            self._note_unreduced(started)
             self._files.write("facts", self._rank, value=self._facts())
         self._on_steps(steps)
         self._done += steps
@@ -143,6 +159,15 @@ class StepRecorder:
         windows = [each.gradient_accumulation_steps or 0 for each in self._optimizers]
         if self._done >= max(self._steps, 2 * max(windows)):
             raise FinishedError
+
+    def _note_unreduced(self, started: Sequence[Optimizer]) -> None:
+        """Note optimizers that have done their first step without a reduction."""
+        number = len(self.reductions.kinds)
+        # A tape may reduce for several optimizers in one trace.
+        is_by_tape = not any(get_hook(each) for each in self._optimizers)
+        if number == self._reductions and not is_by_tape:
+            self._unreduced += [each.name for each in started if not _is_hooked(each)]
+        self._reductions = number
 
     def digests(self, variables: Iterable[Any]) -> dict[str, str]:
         """Return digests of the values of variables, by name."""
@@ -254,6 +279,7 @@ class StepRecorder:
                 for loss, is_mean in self.are_means.items()
                 if not is_mean
             ],
+            unreduced=self._unreduced,
             trained=self._trained(),
             untrained=self._untrained(),
             made_untrained=[
@@ -356,6 +382,10 @@ def _check_full_state(optimizer: Optimizer) -> None:
             "Received shard_state=True; expected False: a verification compares full "
             "optimizer state, and sharded state has the same updates."
         )
+
+
+def _is_hooked(optimizer: Optimizer) -> bool:
+    return any(map(get_hook, [optimizer, *optimizers_inside(optimizer)]))
 
 
 def _is_sum(metric: keras.Metric) -> bool:

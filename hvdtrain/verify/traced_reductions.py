@@ -77,13 +77,20 @@ def note_reductions(recorder: StepRecorder) -> None:
     ) -> Any:
         tensors = values if isinstance(values, list | tuple) else [values]
         # A scalar is a loss or a metric.
-        noted.is_by_script |= any(len(getattr(each, "shape", ())) for each in tensors)
+        if any(len(getattr(each, "shape", ())) for each in tensors):
+            noted.is_by_script = True
+            bound = inspect.signature(collective).bind(values, *args, **kwargs)
+            noted.has_sums |= _is_sum(**bound.arguments)
         noted.is_clipped |= clipped.has_any(tensors)
         return collective(values, *args, **kwargs)
 
     GradientReducer.__call__ = reduce_and_note  # type: ignore[method-assign]
     for name in ("allreduce", "grouped_allreduce"):
         replace_for_script(name, note_call)
+
+
+def _is_sum(op: object = None, average: object = None, **_: object) -> bool:
+    return op == hvd.Sum or (op is None and average is False)
 
 
 def _note_clipping() -> ClippedTensors:

@@ -44,6 +44,7 @@ class Reductions:
             "NoneCompressor").
         has_dense_rows: whether `sparse_as_dense` made sparse gradients dense.
         is_by_script: whether the script itself reduces tensors, by `hvd.allreduce`.
+        has_sums: whether it does so with `op=hvd.Sum`.
         weights: digests of the weights before the first reduction, by name.
         names: of the variables whose gradients are reduced.
         is_clipped: whether the script clips gradients before it reduces them.
@@ -54,6 +55,7 @@ class Reductions:
     kinds: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     has_dense_rows: bool = False
     is_by_script: bool = False
+    has_sums: bool = False
     weights: dict[str, str] = dataclasses.field(default_factory=dict)
     names: set[str] = dataclasses.field(default_factory=set)
     is_clipped: bool = False
@@ -83,7 +85,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a script has built, when its first step is done.
+    """What a script has built, when each of its optimizers has done a step.
 
     Attributes:
         reductions: of gradients.
@@ -96,6 +98,8 @@ class Facts:
         class_weights: the arguments `class_weight` of the script.
         seeds: of layers that draw random numbers, by the name of the layer.
         batch_losses: names of losses of a batch that are no means over its samples.
+        unreduced: names of optimizers whose gradients are not reduced, where those of
+            others are.
         trained: names of the weights of optimizers that have taken a step.
         untrained: digests of other weights, by name, but for moving statistics.
         made_untrained: names of weights that layers made with `trainable=False`.
@@ -114,6 +118,7 @@ class Facts:
     class_weights: str
     seeds: Mapping[str, int]
     batch_losses: list[str]
+    unreduced: list[str]
     trained: list[str]
     untrained: Mapping[str, str]
     made_untrained: list[str]

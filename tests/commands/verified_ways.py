@@ -213,6 +213,28 @@ model.fit(""",
 }
 # The same form as FAULTS.
 WRONG = {
+    "a sum of gradients": (
+        LOOP,
+        {
+            "Adam(0.01": "SGD(0.01",
+            REDUCED: "",
+            GRADIENTS: f"""{GRADIENTS}    gradients = [
+        hvd.allreduce(tf.convert_to_tensor(each), op=hvd.Sum) for each in gradients
+    ]
+""",
+        },
+        "by hvd.allreduce with op=hvd.Sum, which is 2 times their mean",
+    ),
+    "a second compile": (
+        FIT,
+        {
+            "size = 16": "size = 64",
+            "epochs=2, callbacks=callbacks, verbose=0)": """callbacks=callbacks)
+model.compile(keras.optimizers.SGD(0.01), loss="mse")
+model.fit(x, y, size, verbose=0)""",
+        },
+        "The gradients of the optimizer sgd are not reduced over the ranks, others are",
+    ),
     "a decision by a local metric": (
         FIT,
         {

@@ -12,6 +12,7 @@ from tensorflow.python.framework import random_seed
 from hvdtrain.verify import capture, causes, comparison, left_out, rank_values
 from hvdtrain.verify.batches_by_rank import BatchReplacer
 from hvdtrain.verify.comparison import Difference
+from hvdtrain.verify.decisions import Decisions, note_decisions
 from hvdtrain.verify.evidence import Evidence
 from hvdtrain.verify.first_gradients import FirstGradients, note_first_gradients
 from hvdtrain.verify.gradient_norms import differ_by_rank, factor_of_size
@@ -19,7 +20,7 @@ from hvdtrain.verify.graph_constants import constants
 from hvdtrain.verify.noise import Draws, Noise, exchange_noise
 from hvdtrain.verify.samples import Samples
 from hvdtrain.verify.shuffles import shuffles_before_shard
-from hvdtrain.verify.step_recorder import StepRecorder
+from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
 from hvdtrain.verify.traced_reductions import ClippedTensors
 from hvdtrain.verify.trajectory import Directory, Facts, Reductions, State, digest
 from hvdtrain.verify.variable_names import VariableNames
@@ -40,6 +41,7 @@ def facts(*, reductions=(), **values):
         "class_weights": "",
         "seeds": {},
         "batch_losses": [],
+        "unreduced": [],
         "trained": ["w"],
         "untrained": {},
         "made_untrained": [],
@@ -61,14 +63,13 @@ def state(variables):
     )
 
 
-def reasons(*facts_by_rank, gradients_by_rank=({"w": 1.0}, {"w": 1.0}), ratio=1.3):
+def evidence_of(facts_by_rank, reference_by_rank, *, size=0.1, ratio=1.3):
     value = np.ones(2)
     variables = [{"w": value}, {"w": digest(value)}]
-    states = list(map(state, variables))
-    evidence = Evidence(
-        difference=Difference(step=1, name="w", size=0.1, scale=1.0, ratio=ratio),
-        facts_by_rank=facts_by_rank if len(facts_by_rank) > 1 else 2 * facts_by_rank,
-        reference_by_rank=[facts(gradients=each) for each in gradients_by_rank],
+    return Evidence(
+        difference=Difference(step=1, name="w", size=size, scale=1.0, ratio=ratio),
+        facts_by_rank=facts_by_rank,
+        reference_by_rank=reference_by_rank,
         samples=Samples(
             sizes=[8, 8],
             number=16,
@@ -77,9 +78,14 @@ def reasons(*facts_by_rank, gradients_by_rank=({"w": 1.0}, {"w": 1.0}), ratio=1.
             has_unequal_orders=False,
             is_distinct=True,
         ),
-        states_by_rank=states,
+        states_by_rank=list(map(state, variables)),
     )
-    return causes.find(evidence)
+
+
+def reasons(*facts_by_rank, gradients_by_rank=({"w": 1.0}, {"w": 1.0}), ratio=1.3):
+    reference_by_rank = [facts(gradients=each) for each in gradients_by_rank]
+    facts_by_rank = facts_by_rank if len(facts_by_rank) > 1 else 2 * facts_by_rank
+    return causes.find(evidence_of(facts_by_rank, reference_by_rank, ratio=ratio))
 
 
 def test_a_script_without_a_known_fault_has_no_reason():
@@ -91,6 +97,7 @@ def test_a_script_without_a_known_fault_has_no_reason():
     [
         ([facts(reductions={"kinds": [], "names": set()})], "No gradient is reduced"),
         ([facts(trained=["w", "v"])], "The gradients of v are not reduced"),
+        ([facts(unreduced=["adam_1"])], "of the optimizer adam_1 are not reduced"),
         ([facts(reductions={"is_clipped": True})], "clips gradients before they are"),
         (
             [facts(untrained={"v": "1"}), facts(untrained={"v": "2"})],
@@ -125,6 +132,23 @@ def test_gradients_that_may_be_reduced_are_no_reason(reductions):
 def test_multiples_of_two_ranks_and_their_squares(ratio):
     (found,) = reasons(facts(), ratio=ratio)
     assert "multiplied or divided by the number of ranks" in found
+
+
+def test_a_sum_of_the_script_is_a_multiple_of_the_mean():
+    summed = facts(reductions={"is_by_script": True, "has_sums": True})
+    assert "hvd.Sum, which is 2 times their mean" in reasons(summed, ratio=2.0)[0]
+    assert "calls hvd.allreduce itself" in reasons(summed)[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "norm", "is_small"),
+    [(9e-5, 1.0, True), (2e-3, 1.0, False), (2e-3, 1e-6, True)],
+)
+def test_a_difference_that_may_be_rounding(size, norm, is_small):
+    evidence = evidence_of(
+        2 * [facts()], [facts(gradients={"w": norm, "v": 1.0})], size=size
+    )
+    assert evidence.is_small == is_small
 
 
 @pytest.mark.parametrize(
@@ -226,6 +250,50 @@ def test_gradients_that_differ_by_rank():
 def test_values_of_the_ranks(function, right, wrong, expected):
     assert function(right) == ""
     assert function(wrong).startswith(expected)
+
+
+class Stopping(keras.callbacks.EarlyStopping):
+    """A class of a user."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch=epoch, logs=logs)
+
+
+class Finish(keras.callbacks.Callback):
+    """Ends the script after two batches, as a recorder does after its last step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        assert batch < 2
+        if batch == 1:
+            raise FinishedError
+
+
+def test_an_epoch_ends_with_a_decision_after_the_last_step(tmp_path, monkeypatch):
+    for owner, name in (
+        (keras.Model, "fit"),
+        (keras.callbacks.CallbackList, "on_train_batch_end"),
+        (keras.callbacks.CallbackList, "on_test_batch_end"),
+        (keras.callbacks.CallbackList, "on_epoch_end"),
+        (keras.callbacks.EarlyStopping, "on_epoch_end"),
+        (keras.callbacks.ReduceLROnPlateau, "on_epoch_end"),
+    ):
+        # Restored after the test.
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    files = Directory(tmp_path, "ranks")
+    note_decisions(Decisions(files, rank=0))
+    layer = keras.layers.Dense(1, kernel_initializer="zeros", trainable=False)
+    model = keras.Sequential([keras.Input((1,)), layer])
+    model.compile("sgd", "mse", run_eagerly=True)
+    x = np.arange(60.0)[:, None]
+    options = {"batch_size": 2, "validation_data": (x, x), "verbose": 0}
+    with pytest.raises(FinishedError):
+        model.fit(x[:8], x[:8], callbacks=[Finish()], **options)
+    assert files.read("monitored", 0) is None
+    with pytest.raises(FinishedError):
+        model.fit(x[:8], x[:8], callbacks=[Finish(), Stopping("val_loss")], **options)
+    # Ten batches of the validation, whose predictions are zero.
+    expected = np.mean(x[:20] ** 2)
+    assert files.read("monitored", 0) == {"val_loss": [pytest.approx(expected)]}
 
 
 def test_files_that_are_written_anew(tmp_path, monkeypatch):
