@@ -370,6 +370,8 @@ _SUFFICIENT = (
     _rates_differ,
     _learned_apart,
     _class_weights,
+    # The weight itself differs from that of one process.
+    _layers_update,
     _unequal_batches,
     _adasum,
     _multiple,
