@@ -24,7 +24,7 @@ from hvdtrain.verify.noise import Noise, exchange_noise
 from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
 from hvdtrain.verify.traced_reductions import note_reductions
 from hvdtrain.verify.trajectory import Directory, PhaseOptions, ScriptEnd
-from hvdtrain.verify.written_files import note_written_files
+from hvdtrain.verify.written_files import noted_files
 
 # What the script does not seed has a seed of its own on each rank, as in a job, where
 # it differs by process: a missing broadcast is seen, and unequal orders of samples.
@@ -75,8 +75,7 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
         capture.exchange_batches(replacer)
     if is_reference:
         capture.compute_as_one_process()
-    written = note_written_files()
-    with contextlib.suppress(FinishedError):
+    with contextlib.suppress(FinishedError), noted_files() as written:
         with _noted_end(files, rank, batches):
             yield
         # The step of a loop that took its last batch.

@@ -4,19 +4,25 @@ import contextlib
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
-def note_written_files() -> set[str]:
-    """Return a set that will have the files which Python opens to write them anew.
+@contextlib.contextmanager
+def noted_files() -> Iterator[set[str]]:
+    """Yield a set that gets the files which Python opens in the block to write anew.
 
     Their paths are relative to the working directory. Files that are appended to, as
     logs are, and hidden ones are left out, and so are caches of Python.
     """
     written: set[str] = set()
+    # Python removes no hook, and has no modules where it ends.
+    is_active = [True]
     directory = pathlib.Path.cwd()
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if not is_active:
+            return
         # An error here would be one of the call of `open`.
         with contextlib.suppress(OSError, TypeError, ValueError):
             if event == "open" and arguments[2] & os.O_TRUNC:
@@ -26,4 +32,7 @@ def note_written_files() -> set[str]:
                     written.add("/".join(parts))
 
     sys.addaudithook(note)
-    return written
+    try:
+        yield written
+    finally:
+        is_active.clear()

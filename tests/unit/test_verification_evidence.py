@@ -24,7 +24,7 @@ from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
 from hvdtrain.verify.traced_reductions import ClippedTensors
 from hvdtrain.verify.trajectory import Directory, Facts, Reductions, State, digest
 from hvdtrain.verify.variable_names import VariableNames
-from hvdtrain.verify.written_files import note_written_files
+from hvdtrain.verify.written_files import noted_files
 
 
 def facts(*, reductions=(), **values):
@@ -299,18 +299,19 @@ def test_an_epoch_ends_with_a_decision_after_the_last_step(tmp_path, monkeypatch
 def test_files_that_are_written_anew(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inside").mkdir()
-    written = note_written_files()
-    for path, mode in {
-        "a.txt": "w",
-        "log.txt": "a",
-        "b.txt": "xb",
-        ".hidden": "w",
-        "../outside.txt": "w",
-    }.items():
-        with open(path, mode):
-            pass
-    os.chdir("inside")
-    np.save("c.npy", np.zeros(1))
+    with noted_files() as written:
+        for path, mode in {
+            "a.txt": "w",
+            "log.txt": "a",
+            "b.txt": "xb",
+            ".hidden": "w",
+            "../outside.txt": "w",
+        }.items():
+            with open(path, mode):
+                pass
+        os.chdir("inside")
+        np.save("c.npy", np.zeros(1))
+    np.save("later.npy", np.zeros(1))
     assert written == {"a.txt", "inside/c.npy"}
 
 
