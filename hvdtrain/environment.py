@@ -56,8 +56,8 @@ VARIABLES = {
     "0 for no limit.",
     "HVDTRAIN_JOB": "Text that distinguishes jobs of HVDTRAIN_SIZE at one address. "
     "Rank 0 then takes the first of 16 ports that is free.",
-    SIGNAL_FILE: "Set by horovodrun and hvdtrain.launch for their ranks: a file with "
-    "the signal that they have received; they send their ranks another.",
+    SIGNAL_FILE: "Set by horovodrun, hvdtrain.launch and hvdtrain.run for their ranks: "
+    "a file with the signal that they have received; they send their ranks another.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
     "HVDTRAIN_RANK": "Rank of this process, for HVDTRAIN_SIZE. By default "

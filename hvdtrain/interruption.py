@@ -22,7 +22,11 @@ SIGNALS = (
 # has received, in place of the one that it sends its ranks. Such a launcher prints the
 # line; under another one, rank 0 does.
 SIGNAL_FILE = "HVDTRAIN_LAUNCHER_SIGNAL"
-_RANK = "OMPI_COMM_WORLD_RANK"
+# Variables of the rank, of launchers that print no line.
+_RANKS = (
+    *("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"),
+    "HVDTRAIN_RANK",
+)
 _replaced: dict[int, Any] = {}
 
 
@@ -62,6 +66,9 @@ def launcher_signal() -> str:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    if SIGNAL_FILE not in os.environ and os.environ.get(_RANK, "0") == "0":
-        os.write(2, f"Stopped by {signal.Signals(number).name}.\n".encode())
+    rank = next(filter(None, map(os.environ.get, _RANKS)), "0")
+    if SIGNAL_FILE not in os.environ and rank == "0":
+        # The reader of the output may have ended.
+        with contextlib.suppress(OSError):
+            os.write(2, f"Stopped by {signal.Signals(number).name}.\n".encode())
     os._exit(128 + number)

@@ -80,9 +80,10 @@ class DiskDirectory:
         """
         self.make()
         remove_partial(self._path)
-        # Of safetensors, which writes under a temporary name of its own.
-        for left in self._path.glob(f".tmp{'?' * 6}"):
-            left.unlink(missing_ok=True)
+        # safetensors writes under a temporary name of its own.
+        for left in self._path.glob(f".tmp{'[A-Za-z0-9]' * 6}"):
+            if left.is_file():
+                left.unlink(missing_ok=True)
         # With the name of a partial file: the next start deletes it after a kill.
         probe = self.path(".partial-00000000-probe")
         with atomic_write(probe) as temporary:

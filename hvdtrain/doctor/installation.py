@@ -53,6 +53,9 @@ LOSSES: Mapping[tuple[int, ...], str] = {
     (36,): "horovodrun --mpi ends minutes after the network between hosts was cut",
     (37,): "horovodrun has no --no-prefix-rank-0, with which rank 0 prints no tags",
     (38,): "horovodrun --mpi prints ten lines of mpirun after the error of a rank",
+    (39,): "a signal in the first second of horovodrun is lost, or ends in a traceback",
+    (40,): "horovodrun --gloo starts ranks with the variables of a job around it",
+    (41,): "horovodrun does not start where HOME or /dev/shm is read-only",
 }
 BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28, 29)
 

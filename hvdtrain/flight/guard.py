@@ -29,7 +29,7 @@ from hvdtrain.flight.slow_start import SlowStart
 from hvdtrain.flight.stacks import read_stacks, without_receiver
 from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.flight.task import Task
-from hvdtrain.interruption import launcher_signal
+from hvdtrain.interruption import SIGNALS, launcher_signal
 
 # A process that signal N has ended is reported with exit code 128 + N.
 _OF_A_SIGNAL = 128
@@ -371,7 +371,10 @@ class Guard:
     def _is_stopped(self) -> bool:
         """Return whether the launcher has ended the rank, and names a signal."""
         is_cause = self._killed or deaths.is_fatal(self._stack_text)
-        return bool(launcher_signal()) and not is_cause
+        is_signaled = os.WIFSIGNALED(self._status)
+        # 0: not known. SIGKILL may be of the out-of-memory killer.
+        number = os.WTERMSIG(self._status) if is_signaled else 0
+        return bool(launcher_signal()) and not is_cause and number in (0, *SIGNALS)
 
     def _leaves_records(self) -> bool:
         """Return whether a rank that leaves has taken part in a job that fails.

@@ -15,12 +15,16 @@ class SlowStart:
 
     def __init__(self) -> None:
         self._described: set[str] = set()
+        # Seconds in collectives before this start: of earlier trainings.
+        self._waited_before = 0.0
 
     def line(self, path: str, moment: ring.Moment) -> str:
         """Return a line about the rank of a ring, empty unless its start is slow."""
         seconds = time.monotonic() - moment.entered if moment.entered else 0.0
         if moment.phase == "start":
-            seconds += moment.waited
+            seconds += moment.waited - self._waited_before
+        else:
+            self._waited_before = moment.waited
         if seconds < _SECONDS or len(self._described) == 2:
             return ""
         records = ring.read(path)

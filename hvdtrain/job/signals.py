@@ -52,9 +52,10 @@ def subscribe(numbers: Iterable[int], callback: Callback) -> None:
     numbers = set(numbers) - ({signal.SIGHUP} if is_kept else set())
     _subscribers = (*_subscribers, (frozenset(numbers), callback))
     for number in numbers:
-        # None is a handler that C code has installed, which Python cannot restore.
-        _replaced.setdefault(number, signal.getsignal(number) or signal.SIG_DFL)
-        signal.signal(number, _handle)
+        handler = signal.signal(number, _handle)
+        if handler is not _handle:
+            # None is a handler that C code has installed, which Python cannot restore.
+            _replaced[number] = handler or signal.SIG_DFL
 
 
 def unsubscribe(callback: Callback) -> None:
@@ -66,7 +67,15 @@ def unsubscribe(callback: Callback) -> None:
     _subscribers = tuple(pair for pair in _subscribers if pair[1] != callback)
     subscribed = frozenset().union(*(numbers for numbers, _ in _subscribers))
     for number in _replaced.keys() - subscribed:
-        signal.signal(number, _replaced.pop(number))
+        handler = _replaced.pop(number)
+        # Not in place of one that the user has installed since.
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, handler)
+
+
+def ends_process(number: int) -> bool:
+    """Return whether the signal would end this process if it had no subscriber."""
+    return _replaced.get(number, signal.getsignal(number)) == signal.SIG_DFL
 
 
 def seconds_since_last() -> float:

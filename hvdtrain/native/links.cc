@@ -29,8 +29,9 @@ constexpr std::chrono::milliseconds kCheckInterval(100);
 // down for 50 s must not end the job. TCP_USER_TIMEOUT ends connections to ranks that are
 // only late, too: it counts the time in which a receiver's window is full.
 constexpr uint32_t kLostMilliseconds = 90000;
-// From when on messages about a wait name such a host.
-constexpr uint32_t kDoubtMilliseconds = 10000;
+// From when on messages about a wait name such a host. An idle link has a first probe
+// after 10 s, which is acknowledged within its round trip.
+constexpr uint32_t kDoubtMilliseconds = 11000;
 
 // Whose sockets a child of this process closes.
 std::atomic<const Links*> open_links{nullptr};
@@ -355,14 +356,18 @@ std::string Links::Unreachable(int host) const {
   sockaddr_storage address{};
   socklen_t size = sizeof(address);
   char text[INET6_ADDRSTRLEN] = "";
-  getpeername(sockets_[host], reinterpret_cast<sockaddr*>(&address), &size);
+  const std::string reason =
+      " does not answer, since it is down or the network to it is cut";
+  // The kernel may have closed the connection.
+  if (getpeername(sockets_[host], reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    return ": its host" + reason;
+  }
   const void* const number =
       address.ss_family == AF_INET6
           ? static_cast<void*>(&reinterpret_cast<sockaddr_in6&>(address).sin6_addr)
           : &reinterpret_cast<sockaddr_in&>(address).sin_addr;
   inet_ntop(address.ss_family, number, text, sizeof(text));
-  return std::string(": host ") + text +
-         " does not answer, since it is down or the network to it is cut";
+  return std::string(": host ") + text + reason;
 }
 
 std::string Links::Ended(int host, int error) const {

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from hvdtrain.interruption import launcher_signal
+from hvdtrain.interruption import SIGNALS, launcher_signal
 from hvdtrain.job import World, signals
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import PreemptedError
@@ -214,8 +214,8 @@ def stopping_on(
     that arrives more than a second later ends this process at once, as before. The
     message of the stop contains `rank`.
 
-    After the block SIGUSR1 and SIGUSR2, if they are among `numbers`, are held for the
-    next block. They only ask for a checkpoint, and would end the process.
+    After the block SIGUSR1 and SIGUSR2, if they are among `numbers` and would end the
+    process, are held for the next block: they only ask for a checkpoint.
     """
     received: list[float] = []
 
@@ -226,13 +226,14 @@ def stopping_on(
 
     signals.subscribe(numbers, postpone)
     signals.unsubscribe(_hold)
-    if _held:
+    if _held and numbers:
         requests.stop(f"{_held[0]} on rank {rank}")
         _held.clear()
     try:
         yield
     finally:
-        signals.subscribe(_REQUESTS.intersection(numbers), _hold)
+        held = filter(signals.ends_process, _REQUESTS.intersection(numbers))
+        signals.subscribe(held, _hold)
         signals.unsubscribe(postpone)
 
 
@@ -241,6 +242,9 @@ _held: list[str] = []
 
 
 def _hold(number: int) -> bool:
+    # A launcher that is to end sends SIGUSR1 in place of the signal that it received.
+    if launcher_signal() in (each.name for each in set(SIGNALS) - _REQUESTS):
+        return False
     _held.append(_name(number))
     return True
 

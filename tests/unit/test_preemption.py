@@ -66,6 +66,29 @@ def test_the_first_signal_asks_and_a_later_one_ends(before):
     assert before.empty()
 
 
+def test_a_launcher_that_is_to_end_is_not_held_after_a_training(before, monkeypatch):
+    file = os.memfd_create("launcher")
+    os.write(file, b"SIGINT")
+    monkeypatch.setenv("HVDTRAIN_LAUNCHER_SIGNAL", f"/proc/self/fd/{file}")
+    with stopping_on([signal.SIGUSR1], Requests(), rank=0):
+        pass
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert before.get(timeout=TIMEOUT_SECONDS) == signal.SIGUSR1
+    os.close(file)
+
+
+def test_a_handler_of_the_user_is_called_after_a_training():
+    got = []
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        with stopping_on([signal.SIGUSR1], Requests(), rank=0):
+            pass
+        signal.raise_signal(signal.SIGUSR1)
+        assert got == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
 def asked(requests):
     votes = dict(zip(training.due.NAMES, requests.votes(), strict=True))
     return {name for name, vote in votes.items() if vote}
