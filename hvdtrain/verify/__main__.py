@@ -15,13 +15,12 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-import signal
 import sys
 import tempfile
 
 from absl import flags
 
-from hvdtrain import program
+from hvdtrain import interruption, program
 from hvdtrain.install import commands
 from hvdtrain.job import JobError, launchers, signals
 from hvdtrain.verify import causes
@@ -72,10 +71,11 @@ def main(command: list[str]) -> None:
         # Not handled: the process ends as programs do.
         return False
 
-    signals.subscribe((signal.SIGINT, signal.SIGTERM), abort)
+    signals.subscribe(interruption.SIGNALS, abort)
     verification = Verification(
         command=command,
         directory=directory,
+        root=directory,
         size=_NP.value,
         steps=_STEPS.value,
         dtype=_DTYPE.value,
@@ -89,7 +89,7 @@ def main(command: list[str]) -> None:
         raise
     finally:
         if not is_kept:
-            shutil.rmtree(directory)
+            shutil.rmtree(directory, ignore_errors=True)
     if is_kept:
         print(f"files          {directory}")
     if faults:

@@ -13,9 +13,14 @@ from hvdtrain import environment
 from hvdtrain.install.commands import InstallError, Steps
 from hvdtrain.job import JobError
 from hvdtrain.job.launchers import without_launch
-from hvdtrain.verify import comparison, gradient_norms, rank_values, samples
+from hvdtrain.verify import (
+    comparison,
+    gradient_norms,
+    isolation,
+    rank_values,
+    samples,
+)
 from hvdtrain.verify.evidence import Evidence
-from hvdtrain.verify.isolation import make_tree
 from hvdtrain.verify.trajectory import Directory, Phase, PhaseOptions
 
 _WORKER = (sys.executable, "-m", "hvdtrain.verify.worker")
@@ -46,6 +51,7 @@ class Verification:
     Attributes:
         command: the script, or `-m` and a module, with its arguments.
         directory: of all files.
+        root: a directory with `directory` and all others of the verification.
         size: number of ranks.
         steps: number of steps that are compared.
         dtype: of all computations; None for those of the script.
@@ -54,6 +60,7 @@ class Verification:
 
     command: Sequence[str]
     directory: pathlib.Path
+    root: pathlib.Path
     size: int
     steps: int
     dtype: str | None
@@ -64,6 +71,7 @@ class Verification:
 
         Raises:
             PhaseError: the script failed.
+            JobError: the working directory cannot be copied.
         """
         options = PhaseOptions(
             phase=phase,
@@ -74,8 +82,6 @@ class Verification:
             divisor=self.divisor,
         )
         tree = self.directory / f"{phase}.tree"
-        worker = [*_WORKER, json.dumps(dataclasses.asdict(options))]
-        worker += self._command_in(tree)
         launcher = ["horovodrun", "-np", str(self.size)] if phase != "alone" else []
         # Under a launcher's variables the command would join the job as a rank.
         variables = without_launch(os.environ)
@@ -86,10 +92,12 @@ class Verification:
         log = self.directory / f"{phase}.log"
         directory = _in_tree(tree, os.getcwd())
         variables["PWD"] = str(directory)
+        worker = [*_WORKER, json.dumps(dataclasses.asdict(options))]
         try:
+            command = self._command_in(tree, phase)
             Steps(log).run(
                 text,
-                [*launcher, *worker],
+                [*launcher, *worker, *command],
                 environment=variables,
                 directory=directory,
             )
@@ -99,7 +107,8 @@ class Verification:
             if "timed out" not in reason:
                 # A rank that stops alone ends the others by an error.
                 decision = rank_values.unequal_monitored(self._monitored())
-                reason = decision or self._failure(phase, log)
+                is_decision = phase == "ranks" and decision
+                reason = decision if is_decision else self._failure(phase, log)
             raise PhaseError(reason, log) from None
         finally:
             shutil.rmtree(tree, ignore_errors=True)
@@ -130,16 +139,28 @@ class Verification:
             text = last_error(log)
         return f"The script failed: {text.rstrip('.')}."
 
-    def _command_in(self, tree: pathlib.Path) -> list[str]:
+    def _command_in(self, tree: pathlib.Path, phase: Phase) -> list[str]:
         """Make the tree in which a phase runs, and return the command in it."""
         script, *arguments = self.command
         copied = {pathlib.Path.cwd()}
         if script != "-m":
-            copied |= {pathlib.Path(script).parent.resolve()}
-        make_tree(tree, copied, excluded=self.directory.resolve())
-        # A relative path is the same in the tree.
-        is_moved = os.path.isabs(script)
-        return [str(_in_tree(tree, script)) if is_moved else script, *arguments]
+            # The directory may be a link, to which `__file__` would lead.
+            path = pathlib.Path(script)
+            script = str(path.parent.resolve() / path.name)
+            copied |= {pathlib.Path(script).parent}
+            script = str(_in_tree(tree, script))
+        try:
+            unlinked = isolation.make_tree(tree, copied, excluded=self.root.resolve())
+        except OSError as error:
+            path = error.filename2 or error.filename or tree
+            raise JobError(
+                f"The working directory cannot be copied to {path}: "
+                f"{error.strerror or error}. Set TMPDIR to another directory."
+            ) from None
+        if phase == "ranks" and unlinked and self.directory == self.root:
+            above = ", ".join(map(str, unlinked))
+            print(f"not in the copy: {above}, of more than 10,000 files, is not linked")
+        return [script, *(isolation.moved(each, tree, copied) for each in arguments)]
 
     def files(self, phase: Phase) -> Directory:
         """Return the files of a phase."""

@@ -1,15 +1,30 @@
 """Comparisons of trajectories that were written by hand."""
 
+import errno
+import pathlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.install.commands import InstallError
 from hvdtrain.job import JobError
-from hvdtrain.verify import capture, comparison, phases, samples
+from hvdtrain.verify import capture, comparison, isolation, phases, samples
 from hvdtrain.verify.step_recorder import StepRecorder
 from hvdtrain.verify.trajectory import Directory, State
 from hvdtrain.verify.variable_names import VariableNames
+
+
+def verification_in(directory, *, command=("script.py",)):
+    return phases.Verification(
+        command=command,
+        directory=directory,
+        root=directory,
+        size=2,
+        steps=10,
+        dtype=None,
+    )
 
 
 @pytest.fixture
@@ -161,14 +176,49 @@ def test_a_shape_that_depends_on_the_batch_is_an_error(directories):
 def test_a_learning_rate_is_compared_after_equal_steps_and_samples(
     tmp_path, rate, expected
 ):
-    verification = phases.Verification(
-        command=["script.py"], directory=tmp_path, size=2, steps=10, dtype=None
-    )
+    verification = verification_in(tmp_path)
     for step in range(1, 11):
         write(verification.files("ranks"), step, 0.0, rate=rate(2, step))
     for step in range(1, 21):
         write(verification.files("alone"), step, 0.0, rate=rate(1, step))
     assert verification.scaling() == {"sgd": pytest.approx(expected)}
+
+
+def test_a_script_by_a_link_is_the_one_in_the_copy(tmp_path, monkeypatch):
+    project, directory = tmp_path.resolve() / "project", tmp_path / "phases"
+    project.mkdir()
+    directory.mkdir()
+    (project / "train.py").touch()
+    (tmp_path / "link").symlink_to(project)
+    monkeypatch.chdir(project)
+    commands = []
+
+    def run(self, text, command, **options):
+        commands.append(command[-2:])
+        assert all(pathlib.Path(path).is_file() for path in command[-2:])
+        self._log.touch()
+        raise InstallError("failed")
+
+    monkeypatch.setattr(phases.Steps, "run", run)
+    copy = directory / "ranks.tree" / (project / "train.py").relative_to("/")
+    for path in (tmp_path / "link" / "train.py", "../link/train.py", "train.py"):
+        command = [str(path), f"{tmp_path}/link/train.py"]
+        verification = verification_in(directory, command=command)
+        with pytest.raises(phases.PhaseError):
+            verification.run("ranks", "")
+    assert commands == 3 * [[str(copy), str(copy)]]
+    assert not (directory / "ranks.tree").exists()
+
+
+def test_a_copy_for_which_there_is_no_space(tmp_path, monkeypatch):
+    def make_tree(tree, *args, **kwargs):
+        tree.mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device", f"{tree}/x")
+
+    monkeypatch.setattr(isolation, "make_tree", make_tree)
+    with pytest.raises(JobError, match=r"ranks.tree/x: No space left on device\. Set"):
+        verification_in(tmp_path).run("ranks", "")
+    assert not (tmp_path / "ranks.tree").exists()
 
 
 class Variable:
