@@ -21,7 +21,7 @@ from hvdtrain.verify import (
     samples,
 )
 from hvdtrain.verify.evidence import Evidence
-from hvdtrain.verify.trajectory import Directory, Phase, PhaseOptions
+from hvdtrain.verify.trajectory import Directory, Facts, Phase, PhaseOptions
 
 _WORKER = (sys.executable, "-m", "hvdtrain.verify.worker")
 # What launchers put before each piece that they read of the output of a rank.
@@ -191,14 +191,18 @@ class Verification:
         states = [files.read("state", rank, difference.step) for rank in ranks]
         return Evidence(
             difference=difference,
-            facts_by_rank=[files.read("facts", rank) for rank in ranks],
-            reference_by_rank=[
-                self.files("reference").read("facts", rank) for rank in ranks
-            ],
+            facts_by_rank=self._facts_by_rank("ranks"),
+            reference_by_rank=self._facts_by_rank("reference"),
             samples=self.samples(),
             # A rank with fewer batches than the others has taken fewer steps.
             states_by_rank=[state for state in states if state],
         )
+
+    def _facts_by_rank(self, phase: Phase) -> list[Facts]:
+        """Return facts of each rank; for one that has taken no step, of rank 0."""
+        files = self.files(phase)
+        facts = [files.read("facts", rank) for rank in range(self.size)]
+        return [each or facts[0] for each in facts]
 
     def faults_of_ranks(self, *, are_steps_equal: bool) -> list[str]:
         """Return what is wrong with values of the ranks, beside their steps.
@@ -208,7 +212,8 @@ class Verification:
                 which differ.
         """
         files, ranks = self.files("ranks"), range(self.size)
-        facts = [files.read("facts", rank) for rank in ranks]
+        # A rank that has taken no step has none.
+        facts = [each for rank in ranks if (each := files.read("facts", rank))]
         written = [files.read("written", rank) or () for rank in ranks]
         faults = [rank_values.equal_seeds(facts), rank_values.common_files(written)]
         if are_steps_equal:

@@ -4,6 +4,7 @@ The one process computes with the batches and the weights of the ranks. What a r
 computes of its own samples before, or decides after the steps, it has as well.
 """
 
+import collections
 import math
 from collections.abc import Collection, Mapping, Sequence
 
@@ -80,13 +81,13 @@ def unequal_monitored(monitored_by_rank: Sequence[Monitored]) -> str:
 
 def common_files(paths_by_rank: Sequence[Collection[str]]) -> str:
     """Return which files several ranks write, or ""."""
-    paths = [path for paths in paths_by_rank for path in paths]
-    common = sorted({path for path in paths if paths.count(path) > 1})
+    ranks = collections.Counter(path for paths in paths_by_rank for path in paths)
+    common = sorted(path for path in ranks if ranks[path] > 1)
     if not common:
         return ""
     return (
-        f"Several ranks write {listed(common[:3])}, at the same time: write a file on "
-        "rank 0 alone, if hvd.rank() == 0, or under another name on each rank."
+        f"Several ranks write {listed(common[:3])}: write a file on rank 0 alone, if "
+        "hvd.rank() == 0, or under another name on each rank."
     )
 
 

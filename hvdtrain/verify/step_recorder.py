@@ -355,8 +355,16 @@ def _instances_of(cls: type) -> list[Any]:
 def _adapted_outside(
     inside: Sequence[keras.layers.Layer],
 ) -> list[keras.layers.Layer]:
-    """Return layers that learn from samples and are in no model: in a dataset, say."""
-    layers = [x for x in _instances_of(keras.layers.Layer) if hasattr(x, "adapt")]
+    """Return layers that learn from samples and are in no model: in a dataset, say.
+
+    A layer that is not called may have served for its moments alone, which a script
+    then reduces over the ranks.
+    """
+    layers = [
+        layer
+        for layer in _instances_of(keras.layers.Layer)
+        if hasattr(layer, "adapt") and layer._called
+    ]
     known = {id(layer) for layer in inside}
     # A layer of text contains one with its vocabulary.
     for layer in layers:

@@ -80,7 +80,8 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
             yield
         # The step of a loop that took its last batch.
         recorder.record()
-    files.write("written", rank, value=written)
+    # A thread of the script may still add to the set itself.
+    files.write("written", rank, value=set(written))
     # A rank that leaves would end the collectives in which the others still are.
     if hvd.is_initialized():
         hvd.allgather_object(None, name="VerificationEnd")

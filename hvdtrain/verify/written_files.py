@@ -13,7 +13,7 @@ def noted_files() -> Iterator[set[str]]:
     """Yield a set that gets the files which Python opens in the block to write anew.
 
     Their paths are relative to the working directory. Files that are appended to, as
-    logs are, and hidden ones are left out, and so are caches of Python.
+    logs are, hidden ones, locks (`*.lock`) and caches of Python are left out.
     """
     written: set[str] = set()
     # Python removes no hook, and has no modules where it ends.
@@ -28,7 +28,8 @@ def noted_files() -> Iterator[set[str]]:
             if event == "open" and arguments[2] & os.O_TRUNC:
                 path = pathlib.Path(os.path.abspath(os.fsdecode(arguments[0])))
                 parts = path.relative_to(directory).parts
-                if not any(part.startswith((".", "__")) for part in parts):
+                is_hidden = any(part.startswith((".", "__")) for part in parts)
+                if not is_hidden and path.suffix != ".lock":
                     written.add("/".join(parts))
 
     sys.addaudithook(note)

@@ -273,7 +273,7 @@ model.fit(x, y, size, verbose=0)""",
     "one file of all ranks": (
         LOOP,
         {"    step(x, y)": '    step(x, y)\n    model.save("model.keras")'},
-        "Several ranks write model.keras, at the same time",
+        "Several ranks write model.keras: write a file on rank 0",
     ),
     "clipping in train_step": (
         TRAIN_STEP,

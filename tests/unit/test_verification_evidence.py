@@ -18,6 +18,7 @@ from hvdtrain.verify.first_gradients import FirstGradients, note_first_gradients
 from hvdtrain.verify.gradient_norms import differ_by_rank, factor_of_size
 from hvdtrain.verify.graph_constants import constants
 from hvdtrain.verify.noise import Draws, Noise, exchange_noise
+from hvdtrain.verify.phases import Verification
 from hvdtrain.verify.samples import Samples
 from hvdtrain.verify.shuffles import shuffles_before_shard
 from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
@@ -252,6 +253,27 @@ def test_values_of_the_ranks(function, right, wrong, expected):
     assert function(wrong).startswith(expected)
 
 
+def test_a_rank_without_a_step_has_no_values(tmp_path):
+    verification = Verification(
+        command=["train.py"],
+        directory=tmp_path,
+        root=tmp_path,
+        size=3,
+        steps=10,
+        dtype=None,
+    )
+    for rank in (0, 2):
+        value = facts(seeds={"dropout": rank}, untrained={"v": str(rank)})
+        for phase in ("ranks", "reference"):
+            verification.files(phase).write("facts", rank, value=value)
+        value = state({"w": np.ones(1) if rank == 0 else digest(np.ones(1))})
+        verification.files("ranks").write("state", rank, 1, value=value)
+    assert not verification.faults_of_ranks(are_steps_equal=True)
+    difference = Difference(step=1, name="w", size=0.1, scale=1.0, ratio=1.3)
+    reasons = causes.find(verification.evidence(difference))
+    assert "v is not trained, and not equal on all ranks" in reasons[0]
+
+
 class Stopping(keras.callbacks.EarlyStopping):
     """A class of a user."""
 
@@ -305,6 +327,7 @@ def test_files_that_are_written_anew(tmp_path, monkeypatch):
             "log.txt": "a",
             "b.txt": "xb",
             ".hidden": "w",
+            "data.lock": "w",
             "../outside.txt": "w",
         }.items():
             with open(path, mode):
@@ -482,8 +505,13 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
-def test_what_is_left_out_is_named(tmp_path):
+def test_facts_of_a_script(tmp_path):
     """The metrics beside one that is left out are compared."""
+    # A script may take the moments of the first layer alone.
+    apart, used = (keras.layers.Normalization(name=name) for name in ("apart", "used"))
+    for layer in (apart, used):
+        layer.adapt(np.arange(3.0)[:, None])
+    used(np.ones((1, 1)))
     layers = [
         keras.Input((4, 2)),
         keras.layers.SpatialDropout1D(0.1, name="channels"),
@@ -502,6 +530,9 @@ def test_what_is_left_out_is_named(tmp_path):
     model.train_on_batch(np.ones((2, 4, 2)), np.ones((2, 1)))
     recorder.record()
     files = Directory(tmp_path, "ranks")
+    learned = " ".join(files.read("facts", 0).learned)
+    assert "the layer used" in learned
+    assert "the layer apart" not in learned
     named = files.read("facts", 0).left_out
     assert "the metric largest, whose state is not known to be a sum" in named
     # Models of other tests may be there, with layers of their own.
