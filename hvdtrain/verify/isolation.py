@@ -6,7 +6,8 @@ after its phase.
 
 The copy is in a tree that has the paths of this machine: `TREE/home/me/project` is the
 copy of `/home/me/project`, and all beside it, such as `TREE/home/me/data`, is a link. A
-relative path, as `../data`, is then the same in the copy.
+relative path, as `../data`, is then the same in the copy. A link from one place of the
+project to another leads to the place in the copy.
 """
 
 import collections

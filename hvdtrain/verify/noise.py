@@ -1,9 +1,9 @@
 """Random numbers of steps: recorded on each rank, then given to one process.
 
-A layer that draws noise for each sample, such as that of a variational autoencoder,
-draws other numbers for a batch of another size. In the phase "ranks" the numbers are
-written to files; later phases take those of all ranks, in the order of the ranks, where
-a draw has as many rows as theirs together.
+A layer that draws numbers for each sample, as in a variational autoencoder, draws other
+numbers for a batch of another size. In the phase "ranks" the numbers are written to
+files; later phases take the numbers of all ranks, in the order of the ranks, where a
+draw has as many rows as theirs together.
 
 A draw is known by its `keras.random.SeedGenerator` and by the place of the draw in the
 sequence of this generator, which counts in the second number of its state. Functions

@@ -159,7 +159,8 @@ class Verification:
             ) from None
         if phase == "ranks" and unlinked and self.directory == self.root:
             above = ", ".join(map(str, unlinked))
-            print(f"not in the copy: {above}, of more than 10,000 files, is not linked")
+            limit = isolation.MAX_ENTRIES
+            print(f"not linked     other files in {above}, with more than {limit}")
         return [script, *(isolation.moved(each, tree, copied) for each in arguments)]
 
     def files(self, phase: Phase) -> Directory:

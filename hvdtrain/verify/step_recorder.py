@@ -61,7 +61,7 @@ class StepRecorder:
         graph: in which they are reduced first; others write it.
         are_means: by loss, whether it is a mean over samples; others write it.
         class_weights: the arguments of this name as text; others write it.
-        draws: of which generators the noise is that of the ranks; others write it.
+        draws: of which generators the numbers are those of the ranks; others write it.
     """
 
     def __init__(

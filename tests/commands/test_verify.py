@@ -168,7 +168,13 @@ def test_a_script_that_fails_with_its_own_flags(run, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.release)],
+    [
+        signal.SIGINT,
+        *(
+            pytest.param(each, marks=pytest.mark.release)
+            for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        ),
+    ],
 )
 def test_a_signal_ends_all_ranks_and_leaves_no_file(start, tmp_path, number):
     script = tmp_path / "script.py"

@@ -210,6 +210,26 @@ def test_a_script_by_a_link_is_the_one_in_the_copy(tmp_path, monkeypatch):
     assert not (directory / "ranks.tree").exists()
 
 
+def test_decisions_of_ranks_explain_an_error_of_the_ranks(tmp_path, monkeypatch):
+    def run(self, text, command, **options):
+        self._log.write_text("ValueError: text\n")
+        raise InstallError("failed")
+
+    monkeypatch.setattr(phases.Steps, "run", run)
+    monkeypatch.setattr(phases.isolation, "make_tree", lambda *args, **kwargs: [])
+    verification = verification_in(tmp_path)
+    for rank in range(2):
+        value = {"loss": [float(rank)]}
+        verification.files("ranks").write("monitored", rank, value=value)
+    for phase, reason in {
+        "ranks": "loss, by which a callback decides, differs by rank",
+        "reference": "The script failed: ValueError: text",
+        "alone": "The script failed: ValueError: text",
+    }.items():
+        with pytest.raises(phases.PhaseError, match=f"^{reason}"):
+            verification.run(phase, "")
+
+
 def test_a_copy_for_which_there_is_no_space(tmp_path, monkeypatch):
     def make_tree(tree, *args, **kwargs):
         tree.mkdir()
