@@ -268,6 +268,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "All layers inside of a layer; the public `layers` has one level."),
         Seam("_clear_losses()", "The losses of a trace have no value."),
         Seam("_seed_generators", "Which layer has drawn random numbers."),
+        Seam("_called", "Whether a layer outside of all models takes part."),
         Seam("_trainable_variables",
              "A layer's own weights, frozen or not, without those of sublayers."),
         Seam("_non_trainable_variables", "As _trainable_variables."),
