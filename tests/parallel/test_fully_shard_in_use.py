@@ -38,7 +38,7 @@ from hvdtrain.sharding.shards import assign_shard
 
 RANK, SIZE = hvd.rank(), hvd.size()
 FEW = {"min_size": 16}
-LONG = pytest.mark.long
+LONG = pytest.mark.release
 
 
 exact = pytest.mark.usefixtures("float64")

@@ -84,7 +84,7 @@ class Asked:
         )
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_recommender(world):
     given = options("recommender")
     kinds = run(world, given)
@@ -121,7 +121,7 @@ def test_recommender(world):
     assert kinds["row"]["against_replicated"]["memory"] == part / whole
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_wide(world, monkeypatch):
     # Kernels of 1,200 elements are fully sharded.
     monkeypatch.setattr(parallel_workloads, "UNITS", 30)

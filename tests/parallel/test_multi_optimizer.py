@@ -44,9 +44,9 @@ def multi_optimizer(choice):
     ("choice", "scaled"),
     [
         (by_map, True),
-        pytest.param(by_function, False, marks=pytest.mark.long),
-        pytest.param(by_map, False, marks=pytest.mark.long),
-        pytest.param(by_function, True, marks=pytest.mark.long),
+        pytest.param(by_function, False, marks=pytest.mark.release),
+        pytest.param(by_map, False, marks=pytest.mark.release),
+        pytest.param(by_function, True, marks=pytest.mark.release),
     ],
 )
 def test_fit_equals_the_big_batch(choice, scaled):
@@ -95,7 +95,7 @@ def batches(start_step, end_step):
     return pairs.skip(start_step).take(end_step - start_step)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_an_update_that_is_not_finite_is_skipped_by_all_optimizers():
     result = training.train_and_evaluate(
         elementwise_model,

@@ -78,7 +78,7 @@ def optimizer_of(schedule):
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param("gpipe", marks=pytest.mark.long),
+        pytest.param("gpipe", marks=pytest.mark.release),
         pytest.param("1f1b", marks=[ranks, four_ranks]),
     ],
 )
@@ -210,7 +210,7 @@ def assert_stage_of(model, dense):
 
 @ranks
 @pytest.mark.parametrize(
-    "schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b"]
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.release), "1f1b"]
 )
 def test_a_step_is_bitwise_that_over_the_same_microbatches(mesh, schedule):
     x, y, _ = samples(BATCH)
@@ -333,7 +333,7 @@ class Recorder(keras.layers.Layer):
 
 @ranks
 @pytest.mark.parametrize(
-    "schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b"]
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.release), "1f1b"]
 )
 def test_a_stage_keeps_the_activations_of_few_microbatches(mesh, schedule):
     dense = keras.Sequential([keras.Input((1,))])
@@ -359,7 +359,7 @@ def test_different_samples_are_an_error_on_all_ranks(mesh):
         model.train_on_batch(x[-BATCH:], y[-BATCH:])
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_stages_have_one_learning_rate(mesh):
     model = pipeline(mesh)
     optimizer = keras.optimizers.Nadam(0.1 + RANK)
@@ -418,7 +418,7 @@ def test_the_state_of_any_optimizer_is_in_the_order_of_the_full_model(mesh):
         assert found == expected, each
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_factored_slots_belong_to_their_stage(mesh):
     x, y, _ = samples(3 * BATCH)
     dense, model = dense_model(), pipeline(mesh)
@@ -439,7 +439,7 @@ def nested_block():
     return keras.Model(inputs, keras.layers.Dense(HIDDEN, "tanh", name="ffn")(inputs))
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize(
     "block", [partial(keras.layers.Dense, HIDDEN, "tanh"), nested_block]
 )

@@ -55,7 +55,7 @@ def save_half_way(make_optimizer, path, loss=oracle.LOSS, part=FIRST, **distribu
         ("keras", lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.5)),
         pytest.param(
             *("h5", lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
     ],
 )
@@ -74,7 +74,7 @@ def test_training_goes_on_where_it_was(tmp_path, extension, make):
 
 
 @pytest.mark.parametrize(
-    "extension", ["keras", pytest.param("h5", marks=pytest.mark.long)]
+    "extension", ["keras", pytest.param("h5", marks=pytest.mark.release)]
 )
 def test_classes_and_functions_of_a_users_own(tmp_path, extension):
     def make():
@@ -114,7 +114,7 @@ def test_a_function_in_place_of_the_optimizer_s_class(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "extension", ["keras", pytest.param("h5", marks=pytest.mark.long)]
+    "extension", ["keras", pytest.param("h5", marks=pytest.mark.release)]
 )
 def test_loss_scale_survives(tmp_path, extension):
     keras.config.set_dtype_policy("mixed_float16")
@@ -164,7 +164,7 @@ def test_a_compressed_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "extension", [pytest.param("keras", marks=pytest.mark.long), "h5"]
+    "extension", [pytest.param("keras", marks=pytest.mark.release), "h5"]
 )
 def test_arguments_of_the_distributed_optimizer(tmp_path, extension):
     path = tmp_path / f"{hvd.rank()}.{extension}"
