@@ -45,10 +45,15 @@ FAULTS = {
 ALL = list(itertools.product(FAULTS, LAUNCHERS))
 FEW = [
     ("py_function", "gloo"),
-    ("gil", "mpirun"),
-    pytest.param("order", "mpi", marks=pytest.mark.release),
-    pytest.param("stop", "gloo", marks=pytest.mark.release),
-    pytest.param("lock", "hosts", marks=pytest.mark.release),
+    *(
+        pytest.param(*case, marks=pytest.mark.release)
+        for case in (
+            ("gil", "mpirun"),
+            ("order", "mpi"),
+            ("stop", "gloo"),
+            ("lock", "hosts"),
+        )
+    ),
 ]
 
 

@@ -38,8 +38,12 @@ CAUSES = {
     "fault",
     [
         "kill",
-        "cut",
-        *(pytest.param(f, marks=pytest.mark.release) for f in ("stop", "late", "slow")),
+        "down",
+        *(
+            pytest.param(fault, marks=pytest.mark.release)
+            for fault in CAUSES
+            if fault not in ("kill", "down")
+        ),
     ],
 )
 def test_a_fault_of_one_host(fault, hosts):

@@ -242,7 +242,7 @@ def test_report_of_a_run(alone, run, tmp_path):
     assert output.exists() == has_matplotlib
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_all_flags_together(train, tmp_path):
     timeline = tmp_path / "timeline.json"
     job, summary = train(

@@ -30,10 +30,7 @@ def newest(directory):
 
 @pytest.mark.parametrize(
     "way",
-    [
-        "workers",
-        pytest.param("launch", marks=pytest.mark.long),
-    ],
+    ["workers", pytest.param("launch", marks=pytest.mark.release)],
 )
 def test_ranks_of_one_host_compute_what_those_of_horovodrun_do(run, tmp_path, way):
     job = run([*DIGITS, f"--model_dir={tmp_path / 'gloo'}"], launcher="gloo")
@@ -189,7 +186,7 @@ def test_a_wrong_start_by_launch_is_one_line(run, flag, environment, code, error
     assert job.lines[0].startswith(error)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_launch_passes_a_request_to_stop_to_the_ranks(start, tmp_path):
     arguments = ["--dataset=digits", "--epochs=500", f"--model_dir={tmp_path}"]
     program = [*LAUNCH, "--nproc_per_node=2", *MNIST[1:]]

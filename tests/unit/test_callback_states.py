@@ -297,7 +297,7 @@ def test_a_stop_in_the_evaluation_of_an_epoch_does_not_end_the_epoch(tmp_path, e
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_best_of_a_model_checkpoint_is_kept(tmp_path):
     def make_callback():
         return keras.callbacks.ModelCheckpoint(

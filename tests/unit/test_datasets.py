@@ -526,7 +526,7 @@ def test_other_data_from_a_mirror_are_refused(tmp_path, path):
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_download_of_the_npz_file_happens_once(tmp_path, real_mnist, refused):
     content = (real_mnist / "mnist.npz").read_bytes()
     with server(answer(content)) as url:

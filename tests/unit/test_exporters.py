@@ -152,7 +152,7 @@ def test_exports_compute_the_metrics_that_were_reported(whole):
     assert recorder.exports[0][1].startswith(f"written to {path} in ")
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_exports_do_not_change_the_training(whole):
     _, result, _ = whole
     plain, _ = train(None, [])
@@ -199,7 +199,7 @@ def test_a_job_that_a_callback_ends_after_its_evaluation_has_the_final_export(tm
     assert steps == [10, 10, 20, 20, 30, 30, 40, 40, 40]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_finished_job_writes_what_is_missing(tmp_path):
     def break_final(step):
         if step == 30:

@@ -341,7 +341,7 @@ def test_a_roll_call_does_not_end_a_rank_without_a_handler(start):
     assert late.process.poll() is None
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_roll_call_interrupts_no_system_call(start):
     sleep = "import ctypes; print('now', flush=True); print(ctypes.CDLL(None).sleep(3))"
     waits = start(rank=0, size=2, check=1.0)

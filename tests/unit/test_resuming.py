@@ -401,7 +401,7 @@ class Unlisted(keras.Model):
     ("run_eagerly", "steps_per_execution", "killed_after"),
     [(False, 4, 2), pytest.param(True, 1, 7, marks=pytest.mark.release)],
 )
-@pytest.mark.long
+@pytest.mark.release
 def test_state_that_keras_does_not_list(
     tmp_path, run_eagerly, steps_per_execution, killed_after
 ):
@@ -839,7 +839,7 @@ def test_a_limit_of_time_stops_the_job_with_a_checkpoint(tmp_path):
     assert_equal(result, expected)
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_signal_stops_a_job_whose_input_is_slow(tmp_path):
     """Within an execution; the job that continues computes the same bits."""
 
@@ -1139,7 +1139,7 @@ def test_an_input_has_the_policy_of_the_main_thread(tmp_path):
     assert set(policies) == {"bfloat16"}
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_the_first_batch_does_not_stay_in_memory(tmp_path, run_eagerly, monkeypatch):
     seen, kept = [], []

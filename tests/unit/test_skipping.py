@@ -98,15 +98,15 @@ def assert_same_state(model, expected):
     [
         pytest.param(
             *(keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True}, 1),
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         pytest.param(
             *(keras.optimizers.SGD, {"gradient_accumulation_steps": 4}, 5),
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         pytest.param(
             *(keras.optimizers.AdamW, {"global_clipnorm": 0.1}, 4),
-            marks=pytest.mark.long,
+            marks=pytest.mark.release,
         ),
         (keras.optimizers.Nadam, {"use_ema": True, "ema_momentum": 0.9}, 1),
     ],
@@ -173,7 +173,7 @@ def test_overflow_of_the_loss_scale_is_not_counted():
     assert np.isfinite(result.train_metrics["loss"])
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_count_is_in_checkpoints_and_the_flag_may_be_set_later(tmp_path):
     def make_model():
         return network(keras.optimizers.Adam(0.1))

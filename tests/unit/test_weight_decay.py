@@ -111,7 +111,7 @@ def _exclude(optimizer):
     ids=["excluded", "clipped", "scaled"],
 )
 @pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.long
+@pytest.mark.release
 def test_the_decay_is_that_of_keras_with_options(make, skips):
     def trained(optimizer):
         keras.utils.set_random_seed(0)
